@@ -1,0 +1,336 @@
+#!/usr/bin/env python3
+"""Compare training logs: python gather_memory.py --log_dir logs/20260101_120000
+
+Reads the `SUMMARY:` line of every *.log in a folder and writes a text table, a Markdown table and the details of each
+configuration, to stdout and to a file. Needs nothing but Python.
+"""
+
+import argparse
+import math
+import os
+import re
+import sys
+from pathlib import Path
+from urllib.parse import unquote
+
+FIRST_LOGS = ("baseline.log", "bf16_full.log")
+CONFIG_NAMES = {
+    "baseline": "Baseline (FP32 master weights, FP32 Adam)",
+    "bf16_master_wg": "BF16 master weights and gradients (Adam on CPU)",
+    "bf16_full": "BF16 full (master weights, gradients, Adam)",
+}
+INTEGER_KEYS = ("params", "peak_mem_bytes", "alloc_mem_bytes")
+REQUIRED_KEYS = ("config", *INTEGER_KEYS, "avg_step_time")
+# Fields in which rows may differ only if they are not to be compared.
+LIKE_FOR_LIKE_KEYS = ("params", "world_size", "batch_size", "seq_length", "activation_checkpointing", "memory")
+
+MARKER = b"SUMMARY:"
+CHUNK_BYTES = 1024**2
+MAX_LINE_BYTES = 64 * 1024  # what follows the marker; a longer line is not a summary
+
+ANSI_ESCAPE = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
+FIELD = re.compile(r"\s*(\w+)=(\S+)", re.ASCII)
+INTEGER = re.compile(r"[0-9]{1,18}")
+NUMBER = re.compile(r"[+-]?(?:[0-9]{1,18}(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?")
+
+
+# ---------------------------------------------------------------------------------------------------
+# Parsing
+# ---------------------------------------------------------------------------------------------------
+
+
+def parse_summary_line(line):
+    """Parse the SUMMARY line from log output.
+
+    Args:
+        line: a line of a log; anything may stand before `SUMMARY:` (host prefix, progress bar) and after the fields.
+
+    Returns:
+        A dict with config (str), params, peak_mem_bytes, alloc_mem_bytes (int) and avg_step_time (float, seconds),
+        and whatever further fields the line has; None where the line is not a whole, sane summary.
+    """
+    for text in ANSI_ESCAPE.sub("", line).split(MARKER.decode())[1:]:
+        fields, position = {}, 0
+        while match := FIELD.match(text, position):
+            key, value = match.groups()
+            if key in fields:  # two processes wrote into one line
+                break
+            fields[key], position = value, match.end()
+        else:
+            if summary := checked_summary(fields):
+                return summary
+    return None
+
+
+def checked_summary(fields):
+    """The fields with their types, or None where a required one is missing or makes no sense."""
+    if any(key not in fields for key in REQUIRED_KEYS):
+        return None
+    if not all(INTEGER.fullmatch(fields[key]) for key in INTEGER_KEYS) or not NUMBER.fullmatch(fields["avg_step_time"]):
+        return None
+    summary = {"config": unquote(fields["config"])}
+    summary.update((key, int(fields[key])) for key in INTEGER_KEYS)
+    summary["avg_step_time"] = float(fields["avg_step_time"])
+    if summary["params"] == 0 or not 0 <= summary["avg_step_time"] < math.inf:
+        return None
+    for key, value in fields.items():
+        if key not in summary:
+            summary[key] = typed(value)
+    return summary
+
+
+def typed(value):
+    """`value` as int or finite float where it reads as one, else as it is."""
+    if INTEGER.fullmatch(value):
+        return int(value)
+    if NUMBER.fullmatch(value) and math.isfinite(float(value)):
+        return float(value)
+    return value
+
+
+def summaries_in(path):
+    """Every whole summary in a log, in constant memory whatever the log's size or the length of its lines."""
+    with open(path, "rb", buffering=0) as log:
+        buffer, at_end = b"", False
+        while not at_end:
+            chunk = log.read(CHUNK_BYTES)
+            buffer, at_end = buffer + chunk, not chunk
+            start = 0
+            while (marker := find_marker(buffer, start)) >= 0:
+                end = line_end(buffer, marker)
+                if end < 0 and not at_end and len(buffer) - marker < MAX_LINE_BYTES:
+                    break  # the rest of the line is in the next chunk
+                text = buffer[marker : end if end >= 0 else marker + MAX_LINE_BYTES]
+                if summary := parse_summary_line(text.decode("utf-8", errors="replace")):
+                    yield summary
+                start = marker + len(text)
+            buffer = buffer[marker:] if marker >= 0 else buffer[max(start, len(buffer) - len(MARKER) + 1) :]
+
+
+def find_marker(buffer, start):
+    """buffer.find(MARKER, start), five times as fast on a log: one rare letter is found by memchr."""
+    letter = start + MARKER.index(b"Y")
+    for _ in range(1000):  # text full of Ys is left to the plain search
+        letter = buffer.find(b"Y", letter)
+        if letter < 0:
+            return -1
+        if buffer.startswith(MARKER, letter - MARKER.index(b"Y")):
+            return letter - MARKER.index(b"Y")
+        letter += 1
+    return buffer.find(MARKER, letter - MARKER.index(b"Y"))
+
+
+def line_end(buffer, start):
+    """Where the line that holds `start` ends: at its line feed or carriage return; -1 where it has none."""
+    ends = [end for end in (buffer.find(b"\n", start), buffer.find(b"\r", start)) if end >= 0]
+    return min(ends, default=-1)
+
+
+def merge_summaries(summaries):
+    """One summary for a log, or None for a log without any.
+
+    A line with world_size speaks for all ranks, and the last such line counts. Lines without it come from the ranks
+    of one run: the highest memory and the slowest time count.
+    """
+    whole_run, from_ranks = None, None
+    for summary in summaries:
+        if "world_size" in summary:
+            whole_run = summary
+        elif from_ranks and all(from_ranks[key] == summary[key] for key in ("config", "params")):
+            highest = ("peak_mem_bytes", "alloc_mem_bytes", "avg_step_time")
+            from_ranks = {**summary, **{key: max(from_ranks[key], summary[key]) for key in highest}}
+        else:  # the first line, or another run appended to the log: the last run counts
+            from_ranks = summary
+    return whole_run or from_ranks
+
+
+# ---------------------------------------------------------------------------------------------------
+# Formatting
+# ---------------------------------------------------------------------------------------------------
+
+
+def format_bytes(bytes_val):
+    """Format bytes to human-readable string, such as `4.00 GB` (1 GB = 1024**3 bytes)."""
+    return f"{bytes_val / 1024**3:.2f} GB"
+
+
+def format_bytes_mb(bytes_val):
+    """Format bytes to MB, such as `4096.0 MB` (1 MB = 1024**2 bytes)."""
+    return f"{bytes_val / 1024**2:.1f} MB"
+
+
+def get_config_name(config_path):
+    """Extract clean config name from path: a description of the known configurations, else the file's stem."""
+    name = re.split(r"[/\\]", str(config_path).strip())[-1]
+    stem = name[: -len(".json")] if name.lower().endswith(".json") else name
+    return CONFIG_NAMES.get(stem, stem or str(config_path))
+
+
+def format_reduction(value, baseline):
+    """How much less than the baseline `value` is, in percent; more memory is said in a word, not only by a sign."""
+    if not baseline:
+        return "n/a"
+    percent = 100 * (baseline - value) / baseline
+    return f"{percent:.1f}%" + (" (MORE than baseline)" if value > baseline else "")
+
+
+def format_time(seconds):
+    return f"{seconds:.4f} s" if seconds else "n/a (none measured)"
+
+
+def table_rows(results):
+    """The header and one row of cells for each log."""
+    header = ["Configuration", "Peak", "Peak reduction", "Allocated", "Allocated reduction", "Step time"]
+    baseline = results.get("baseline.log")
+    rows = []
+    for log, summary in results.items():
+        name = row_name(log, results)
+        if summary is None:
+            rows.append([name, "FAILED", *["-"] * (len(header) - 2)])
+            continue
+        cells = [name]
+        for key in ("peak_mem_bytes", "alloc_mem_bytes"):
+            reduction = format_reduction(summary[key], baseline and baseline[key])
+            cells += [format_bytes(summary[key]), "(baseline)" if log == "baseline.log" else reduction]
+        rows.append([*cells, format_time(summary["avg_step_time"])])
+    return header, rows
+
+
+def row_name(log, results):
+    """The configuration's name, with the log's where two logs share it."""
+    names = [get_config_name(summary["config"] if summary else Path(name).stem) for name, summary in results.items()]
+    name = names[list(results).index(log)]
+    return name if names.count(name) == 1 else f"{name} [{log}]"
+
+
+def text_table(header, rows):
+    widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in (header, *rows)
+    ]
+    return [lines[0], "-" * max(map(len, lines)), *lines[1:]]
+
+
+def markdown_table(header, rows):
+    def line(cells):
+        return "| " + " | ".join(markdown_escape(cell) for cell in cells) + " |"
+
+    return [line(header), "|" + " --- |" * len(header), *map(line, rows)]
+
+
+def markdown_escape(text):
+    """Text that cannot end a table cell or start markup."""
+    text = re.sub(r"([\\|`*\[\]])", r"\\\1", text).replace("<", "&lt;").replace(">", "&gt;")
+    return " ".join(text.split())
+
+
+def detail_lines(log, summary, results):
+    """The block of one configuration: every figure with its unit, then whatever else its line had."""
+    baseline = results.get("baseline.log")
+    lines = [row_name(log, results), f"  Log:                 {log}"]
+    if summary is None:
+        return [*lines, "  FAILED: no whole SUMMARY line"]
+    lines += [f"  Configuration file:  {summary['config']}", f"  Parameters:          {summary['params']:,}"]
+    for label, key in (("Peak memory:", "peak_mem_bytes"), ("Allocated memory:", "alloc_mem_bytes")):
+        value = summary[key]
+        lines.append(f"  {label:20} {format_bytes(value)} = {format_bytes_mb(value)} = {value} bytes")
+        if log != "baseline.log":
+            lines.append(f"  {'  reduction:':20} {format_reduction(value, baseline and baseline[key])}")
+        if "world_size" in summary:
+            per_parameter = value * summary["world_size"] / summary["params"]
+            lines.append(f"  {'  per parameter:':20} {per_parameter:.2f} bytes over all ranks")
+    lines.append(f"  Average step time:   {format_time(summary['avg_step_time'])}")
+    for key, value in summary.items():
+        if key not in REQUIRED_KEYS:
+            text = f"{format_bytes(value)} = {value}" if key.endswith("_bytes") and isinstance(value, int) else value
+            lines.append(f"  {key + ':':20} {text}")
+    return lines
+
+
+def notes(results):
+    """What a reader must know before comparing the rows."""
+    good = [summary for summary in results.values() if summary]
+    lines = ["Memory is per GPU, of the highest rank; 1 GB = 1024**3 bytes. Step time is the mean after the warm-up."]
+    if any(summary.get("memory") == "process_resident" for summary in good):
+        lines.append("No GPU was used: memory is the process's resident memory above what it used before the model.")
+    for log in (log for log, summary in results.items() if summary is None):
+        lines.append(f"FAILED: {log} has no whole SUMMARY line; the run crashed or was killed before its end.")
+    if not results.get("baseline.log"):
+        lines.append("There is no baseline (no whole SUMMARY line in a baseline.log), so reductions cannot be given.")
+    for key in LIKE_FOR_LIKE_KEYS:
+        values = list(dict.fromkeys(summary[key] for summary in good if key in summary))
+        if len(values) > 1:
+            lines.append(f"WARNING: not like for like: {key} differs ({', '.join(map(str, values))}).")
+    return lines
+
+
+def build_report(results, log_dir):
+    """The whole report as text. `results` maps a log's name to its summary, or to None for a failed run."""
+    header, rows = table_rows(results)
+    parts = [
+        [f"Memory comparison of {log_dir}"],
+        text_table(header, rows),
+        notes(results),
+        ["Markdown:"],
+        markdown_table(header, rows),
+        ["Details"],
+        *(detail_lines(log, summary, results) for log, summary in results.items()),
+    ]
+    return "\n\n".join("\n".join(part) for part in parts) + "\n"
+
+
+# ---------------------------------------------------------------------------------------------------
+# Files
+# ---------------------------------------------------------------------------------------------------
+
+
+def read_logs(log_dir):
+    """Map each log's name to its summary or None: baseline.log and bf16_full.log first, then the others by name."""
+    names = sorted(path.name for path in log_dir.glob("*.log") if path.is_file())
+    names.sort(key=lambda name: FIRST_LOGS.index(name) if name in FIRST_LOGS else len(FIRST_LOGS))
+    return {name: merge_summaries(summaries_in(log_dir / name)) for name in names}
+
+
+def write_whole(path, text):
+    """Write a file whole or not at all; its folders are made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def failed(message):
+    print(f"gather_memory.py: error: {message}", file=sys.stderr)
+    return 1
+
+
+def main():
+    """Returns 0, or 1 where the folder is missing, holds no result, or the report cannot be written."""
+    parser = argparse.ArgumentParser(description="Gather memory usage from training logs")
+    parser.add_argument("--log_dir", type=str, required=True, help="Directory containing log files")
+    parser.add_argument("--output", type=str, default=None, help="Output file (default: LOG_DIR/summary.txt)")
+    args = parser.parse_args()
+
+    log_dir = Path(args.log_dir)
+    if not log_dir.is_dir():
+        return failed(f"--log_dir {log_dir} is not a folder; give the one that run_all.sh wrote")
+    try:
+        results = read_logs(log_dir)
+        if not any(results.values()):
+            found = f"none of {', '.join(results)} has a whole SUMMARY line" if results else "it has no *.log file"
+            return failed(f"no results in {log_dir}: {found}; run train.py first")
+        report = build_report(results, log_dir)
+        encoding = sys.stdout.encoding or "utf-8"
+        print(report.encode(encoding, "backslashreplace").decode(encoding), end="", flush=True)
+        write_whole(Path(args.output) if args.output else log_dir / "summary.txt", report)
+    except OSError as error:
+        return failed(f"{error.filename or log_dir}: {error.strerror or error}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

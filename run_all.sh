@@ -1,0 +1,121 @@
+#!/usr/bin/env bash
+# Train with every configuration in turn, then compare them. ./run_all.sh --help explains.
+set -euo pipefail
+here=$(dirname "${BASH_SOURCE[0]}")
+
+usage() {
+  cat <<'TEXT'
+Usage: ./run_all.sh [--num_gpus N] [--configs "A.json B.json"] [--log_dir DIR] [any option of train.py]
+
+Runs train.py with each DeepSpeed configuration in turn through the deepspeed launcher, then gather_memory.py.
+
+  --num_gpus N       GPUs of this machine to use (default: 1); without a GPU, that many CPU processes
+  --configs "A B"    configurations to run (default: baseline, bf16_master_wg and bf16_full of configs/)
+  --log_dir DIR      where the logs go (default: logs/<timestamp>)
+  --help             this text
+  anything else      is given to train.py as it is: see python train.py --help
+
+Written to the log folder: <config>.log, <config>_loss.csv, and the comparison in summary.txt.
+A configuration that fails does not stop the others; it is named at the end, and the exit status is 1.
+Ctrl-C ends all processes (exit status 130). Each run takes a free port, so two sweeps can run side by side.
+
+Without a GPU a small preset is used, of 56 million parameters, which takes about two minutes on two cores (plus about
+three more on the first run ever, for building DeepSpeed's operators). Its memory is the processes' resident memory.
+Options that you give win over the preset.
+TEXT
+}
+
+die() {
+  echo "run_all.sh: error: $1" >&2
+  exit 2
+}
+
+num_gpus=1
+configs="$here/configs/baseline.json $here/configs/bf16_master_wg.json $here/configs/bf16_full.json"
+configs=${configs//.\/configs/configs} # ./run_all.sh: the logs then say configs/baseline.json
+log_dir=""
+options=()
+while [ $# -gt 0 ]; do
+  case "$1" in
+    --help | -h) usage && exit 0 ;;
+    --num_gpus=* | --configs=* | --log_dir=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" ;;
+    --num_gpus | --configs | --log_dir)
+      [ $# -ge 2 ] || die "$1 needs a value (see --help)"
+      case "$1" in
+        --num_gpus) num_gpus=$2 ;;
+        --configs) configs=$2 ;;
+        --log_dir) log_dir=$2 ;;
+      esac
+      shift 2
+      ;;
+    *) options+=("$1") && shift ;;
+  esac
+done
+
+[[ "$num_gpus" =~ ^[1-9][0-9]*$ ]] || die "--num_gpus '$num_gpus' is not a whole number of at least 1"
+read -r -a configs <<<"$configs"
+[ "${#configs[@]}" -gt 0 ] || die "--configs is empty; give at least one DeepSpeed JSON"
+for config in "${configs[@]}"; do [ -f "$config" ] || die "--configs: no file $config"; done
+names=$(basename -as .json "${configs[@]}")
+[ -z "$(sort <<<"$names" | uniq -d)" ] || die "--configs: two files share the name $(sort <<<"$names" | uniq -d | head -n 1)"
+command -v deepspeed >/dev/null || die "deepspeed is not on PATH; activate the environment of requirements.txt"
+
+# The last line, since DeepSpeed prints warnings before it: the accelerator's name and how many there are.
+read -r accelerator count < <(python3 -c "
+from deepspeed.accelerator import get_accelerator
+accelerator = get_accelerator()
+print(accelerator.device_name(), accelerator.device_count())" 2>/dev/null | tail -n 1) ||
+  die "python3 cannot import deepspeed; install requirements.txt"
+preset=()
+if [ "$accelerator" = cpu ]; then
+  preset=(--hidden_dim 768 --num_layers 6 --num_heads 12 --vocab_size 8192 --batch_size 2 --seq_length 128
+    --num_steps 15 --warmup_steps 3)
+  echo "No GPU found: running on the CPU with a small preset (${preset[*]})"
+elif [ "$num_gpus" -gt "$count" ]; then
+  die "--num_gpus $num_gpus: this machine has $count"
+fi
+
+log_dir=${log_dir:-$here/logs/$(date +%Y%m%d_%H%M%S)}
+mkdir -p "$log_dir" 2>/dev/null && [ -w "$log_dir" ] || die "--log_dir $log_dir cannot be written"
+
+set -m # each run is a process group of its own, so that one signal reaches all its processes
+job=""
+stop() {
+  trap - INT TERM
+  if [ -n "$job" ]; then
+    kill -TERM -- "-$job" 2>/dev/null || true
+    for _ in $(seq 50); do
+      kill -0 -- "-$job" 2>/dev/null || break
+      sleep 0.2
+    done
+    kill -KILL -- "-$job" 2>/dev/null || true
+  fi
+  echo "run_all.sh: interrupted; logs so far are in $log_dir" >&2
+  exit 130
+}
+trap stop INT TERM
+
+failed=()
+for config in "${configs[@]}"; do
+  name=$(basename "$config" .json)
+  port=$(python3 -c "import socket; s = socket.socket(); s.bind(('127.0.0.1', 0)); print(s.getsockname()[1])")
+  echo "== $name =="
+  (
+    set -o pipefail # tee must not hide that the run failed
+    deepspeed --num_gpus "$num_gpus" --master_port "$port" "$here/train.py" "${preset[@]}" \
+      --loss_log_file "$log_dir/${name}_loss.csv" "${options[@]}" --deepspeed_config "$config" 2>&1 |
+      tee "$log_dir/$name.log"
+  ) </dev/null &
+  job=$!
+  wait "$job" || failed+=("$name")
+  job=""
+done
+trap - INT TERM
+
+echo
+python3 "$here/gather_memory.py" --log_dir "$log_dir" || failed+=("gather_memory.py")
+echo "Logs and summary.txt: $log_dir"
+if [ "${#failed[@]}" -gt 0 ]; then
+  echo "run_all.sh: FAILED: ${failed[*]}; see the logs in $log_dir" >&2
+  exit 1
+fi

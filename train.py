@@ -1,0 +1,821 @@
+#!/usr/bin/env python3
+"""Train a small transformer under DeepSpeed and measure what a configuration costs in memory and time.
+
+One GPU, or the CPU where there is none:
+    deepspeed --num_gpus=1 train.py --deepspeed_config configs/baseline.json
+    deepspeed --num_gpus=1 train.py --deepspeed_config configs/bf16_full.json --activation_checkpointing
+Two GPUs, real text:
+    deepspeed --num_gpus=2 train.py --deepspeed_config configs/bf16_full.json --use_real_data
+
+The last line, `SUMMARY: ...`, is what gather_memory.py reads.
+"""
+
+import argparse
+import copy
+import ctypes
+import gc
+import json
+import math
+import os
+import platform
+import re
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
+
+DEFAULT_DATASET = "Salesforce/wikitext"
+DEFAULT_DATASET_CONFIG = "wikitext-103-raw-v1"
+DEFAULT_DATASET_SPLIT = "train[:1%]"  # about a million tokens: hundreds of default steps
+DEFAULT_LEARNING_RATE = 1e-4
+IGNORE_INDEX = -100  # the Hugging Face label that carries no loss
+
+# Logits exist for one slice of the vocabulary at a time, of about this many elements (32 MiB in fp32).
+LOGITS_CHUNK_ELEMENTS = 8 * 2**20
+MIN_VOCAB_CHUNK = 1024
+
+
+def fail(message, status=2):
+    """End the program with one line on stderr, printed once per node; status 2 is a user's mistake."""
+    if int(os.environ.get("LOCAL_RANK", 0)) == 0:
+        print(f"train.py: error: {message}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(3)  # the launcher kills all ranks when one ends: let local rank 0 say why first
+    sys.exit(status)
+
+
+# ---------------------------------------------------------------------------------------------------
+# Arguments and the DeepSpeed configuration
+# ---------------------------------------------------------------------------------------------------
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """An ArgumentParser whose error is one line instead of the whole usage."""
+
+    def error(self, message):
+        fail(f"{message} (see train.py --help)")
+
+
+def at_least(minimum):
+    """An argparse type: a whole number of at least `minimum`."""
+
+    def integer(text):
+        if not re.fullmatch(r"[+-]?\d+", text) or int(text) < minimum:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {minimum}")
+        return int(text)
+
+    return integer
+
+
+def learning_rate(text):
+    """An argparse type: a finite number above zero."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number above 0")
+    return value
+
+
+def get_args():
+    """Parse and check the command line; a mistake ends the program with one line on stderr."""
+    parser = OneLineParser(
+        description="Train a transformer under DeepSpeed and measure peak memory, allocated memory and step time.",
+        epilog="Start it with the launcher: deepspeed --num_gpus=N train.py --deepspeed_config configs/baseline.json",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument_group("DeepSpeed").add_argument
+    add("--deepspeed_config", required=True, metavar="JSON", help="DeepSpeed configuration file")
+    add("--local_rank", type=int, default=-1, metavar="N", help="set by the launcher")
+    add = parser.add_argument_group("model").add_argument
+    add("--hidden_dim", type=at_least(1), default=1024, metavar="N", help="hidden dimension")
+    add("--num_layers", type=at_least(1), default=12, metavar="N", help="transformer blocks")
+    add("--num_heads", type=at_least(1), default=16, metavar="N", help="attention heads")
+    add("--vocab_size", type=at_least(2), default=50000, metavar="N", help="random tokens' vocabulary")
+    add("--activation_checkpointing", action="store_true", help="recompute each block in the backward")
+    add = parser.add_argument_group("training").add_argument
+    add("--batch_size", type=at_least(1), default=4, metavar="N", help="micro batch on each GPU")
+    add("--seq_length", type=at_least(2), default=512, metavar="N", help="tokens in a sequence")
+    add("--num_steps", type=at_least(1), default=20, metavar="N", help="optimizer steps")
+    add("--learning_rate", type=learning_rate, metavar="X", help="the optimizer's lr instead of the JSON's")
+    add("--seed", type=at_least(0), default=42, metavar="N", help="seed of weights and data")
+    add = parser.add_argument_group("data").add_argument
+    add("--use_real_data", action="store_true", help="train on text instead of random tokens")
+    source = "Hub NAME or NAME:CONFIG, a text file, or a folder of *.txt files"
+    add("--dataset", default=DEFAULT_DATASET, metavar="SOURCE", help=source)
+    add("--tokenizer", default="gpt2", metavar="SOURCE", help="Hub NAME, or a local folder")
+    add = parser.add_argument_group("measurement and logs").add_argument
+    add("--warmup_steps", type=at_least(0), default=5, metavar="N", help="first steps left out of the average time")
+    add("--log_interval", type=at_least(1), default=5, metavar="N", help="print every N-th step")
+    add("--loss_log_file", metavar="CSV", help="write step,loss to this file as the run goes")
+    args = parser.parse_args()
+
+    if args.hidden_dim % args.num_heads:
+        parser.error(f"--num_heads {args.num_heads} does not divide --hidden_dim {args.hidden_dim}")
+    return args
+
+
+def load_deepspeed_config(path):
+    """Read the JSON at `path`; a missing or broken file ends the program with one line."""
+    option = f"--deepspeed_config {path}"
+    try:
+        config = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        fail(f"{option}: {error.strerror or error}; expected a DeepSpeed JSON file such as configs/baseline.json")
+    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError: both say where
+        fail(f"{option}: not valid JSON: {error}")
+    if not isinstance(config, dict):
+        fail(f"{option}: expected a JSON object, found a {type(config).__name__}")
+    return config
+
+
+def complete_config(config, args, world_size):
+    """Make the DeepSpeed configuration and the command line agree, and fill in every "auto".
+
+    Args:
+        config: the JSON as a dict; it is left as it is.
+        args: the command line; --batch_size always wins, --learning_rate where given.
+        world_size: number of processes.
+
+    Returns:
+        (config, notices): a completed copy, and a sentence for each number of the JSON that gave way.
+    """
+    config, notices = copy.deepcopy(config), []
+
+    def override(key, value):
+        if config.get(key, "auto") not in ("auto", value):
+            notices.append(f"{key}: {value} is used, the configuration has {config[key]}")
+        config[key] = value
+
+    accumulation, global_batch = (
+        config.get(key) if isinstance(config.get(key), int) else None
+        for key in ("gradient_accumulation_steps", "train_batch_size")
+    )
+    if accumulation is None:  # a global batch alone implies the accumulation that comes closest
+        accumulation = max(1, (global_batch or 0) // (args.batch_size * world_size))
+    override("train_micro_batch_size_per_gpu", args.batch_size)
+    override("gradient_accumulation_steps", accumulation)
+    override("train_batch_size", args.batch_size * accumulation * world_size)
+
+    if "optimizer" not in config:
+        config["optimizer"] = {"type": "AdamW", "params": {"lr": "auto"}}
+        notices.append("optimizer: the configuration has none, AdamW is used")
+    optimizer_params = config["optimizer"].setdefault("params", {})
+    if args.learning_rate is not None:
+        optimizer_params["lr"] = args.learning_rate
+    lr = optimizer_params.get("lr", "auto")
+    lr = DEFAULT_LEARNING_RATE if lr == "auto" else lr
+
+    # The values that the Hugging Face integration fills in (transformers.integrations.deepspeed).
+    hidden = args.hidden_dim
+    auto = {
+        "bf16.enabled": True,
+        "fp16.enabled": False,
+        "gradient_clipping": 1.0,
+        "optimizer.params.lr": lr,
+        "optimizer.params.betas": [0.9, 0.999],
+        "optimizer.params.eps": 1e-8,
+        "optimizer.params.weight_decay": 0.0,
+        "scheduler.params.warmup_min_lr": 0.0,
+        "scheduler.params.warmup_max_lr": lr,
+        "scheduler.params.warmup_num_steps": 0,
+        "scheduler.params.total_num_steps": args.num_steps,
+        "zero_optimization.reduce_bucket_size": hidden * hidden,
+        "zero_optimization.stage3_prefetch_bucket_size": int(0.9 * hidden * hidden),
+        "zero_optimization.stage3_param_persistence_threshold": 10 * hidden,
+    }
+
+    def fill(section, prefix):
+        for key, value in section.items():
+            if isinstance(value, dict):
+                fill(value, f"{prefix}{key}.")
+            elif value == "auto":
+                if prefix + key not in auto:
+                    fail(f'--deepspeed_config {args.deepspeed_config}: {prefix}{key} cannot be "auto"; give a value')
+                section[key] = auto[prefix + key]
+
+    fill(config, "")
+    return config, notices
+
+
+# ---------------------------------------------------------------------------------------------------
+# Model
+# ---------------------------------------------------------------------------------------------------
+
+
+def compute_dtype(tensor):
+    """The dtype in which a matrix product of `tensor` runs here: autocast's where it is on, else the tensor's own."""
+    device = tensor.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensor.dtype
+
+
+class LeanLinear(torch.autograd.Function):
+    """linear(x), or linear(gelu(x)), holding less memory than autograd's own under ZeRO-3.
+
+    It saves the parameter itself, not a view, so that ZeRO-3 can free a gathered weight between forward and backward.
+    It makes the GELU, the widest activation, again in the backward. It sums the bias's gradient by a matrix product,
+    because CUDA's column sum takes a workspace of 64 MiB at these sizes.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, gelu=False):
+        """x (..., in), weight (out, in), bias (out) -> (..., out)."""
+        ctx.gelu, ctx.dtype = gelu, compute_dtype(weight)
+        ctx.save_for_backward(x, weight, bias)
+        rows = LeanLinear.rows(ctx, x)
+        return torch.addmm(bias.to(ctx.dtype), rows, weight.to(ctx.dtype).t()).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def rows(ctx, x):
+        return (F.gelu(x) if ctx.gelu else x).flatten(0, -2).to(ctx.dtype)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        x, weight, bias = ctx.saved_tensors
+        grad_output = grad_output.flatten(0, -2)
+        grad_weight = grad_output.t() @ LeanLinear.rows(ctx, x)
+        grad_bias = grad_output.t() @ grad_output.new_ones(grad_output.shape[0])
+        grad_x = (grad_output @ weight.to(ctx.dtype)).view_as(x)
+        if ctx.gelu:
+            grad_x = torch.ops.aten.gelu_backward(grad_x, x.to(ctx.dtype))
+        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), grad_bias.to(bias.dtype), None
+
+
+class CausalSelfAttention(nn.MultiheadAttention):
+    """The parameters of nn.MultiheadAttention, used causally and without an attention matrix or mask in memory."""
+
+    def forward(self, x):
+        """x: (batch, sequence, hidden) -> the same shape."""
+        qkv = LeanLinear.apply(x, self.in_proj_weight, self.in_proj_bias)
+        # (batch, sequence, 3 * hidden) -> three times (batch, heads, sequence, head_dim)
+        query, key, value = qkv.unflatten(-1, (3, self.num_heads, self.head_dim)).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return LeanLinear.apply(attended.transpose(1, 2).flatten(2), self.out_proj.weight, self.out_proj.bias)
+
+
+class SimpleTransformerBlock(nn.Module):
+    """Causal self-attention and a GELU feed-forward, each with a residual and then LayerNorm (post-norm).
+
+    Args:
+        hidden_dim: width of the residual stream.
+        num_heads: attention heads; must divide hidden_dim.
+        ff_dim: width of the feed-forward; 4 * hidden_dim when None.
+
+    Raises:
+        ValueError: a size below 1, or heads that do not divide hidden_dim.
+    """
+
+    def __init__(self, hidden_dim, num_heads=8, ff_dim=None):
+        super().__init__()
+        ff_dim = 4 * hidden_dim if ff_dim is None else ff_dim
+        check_sizes(hidden_dim=hidden_dim, num_heads=num_heads, ff_dim=ff_dim)
+        if hidden_dim % num_heads:
+            raise ValueError(f"num_heads {num_heads} does not divide hidden_dim {hidden_dim}")
+        self.attention = CausalSelfAttention(hidden_dim, num_heads, batch_first=True)
+        self.norm1 = nn.LayerNorm(hidden_dim)
+        self.expand = nn.Linear(hidden_dim, ff_dim)
+        self.contract = nn.Linear(ff_dim, hidden_dim)
+        self.norm2 = nn.LayerNorm(hidden_dim)
+        self.activation_checkpointing = False
+
+    def forward(self, x):
+        """x: (batch, sequence, hidden) -> the same shape."""
+        if not (self.activation_checkpointing and torch.is_grad_enabled()):
+            return self._forward(x)
+        # Inside the block, so that ZeRO-3's hooks around it gather the weights once for recomputation and backward.
+        # To the block's end, because the exception that stops a recomputation early breaks CUDA's LayerNorm.
+        with set_checkpoint_early_stop(False):
+            return checkpoint(self._forward, x, use_reentrant=False)
+
+    def _forward(self, x):
+        x = self.norm1(x + self.attention(x))
+        wide = LeanLinear.apply(x, self.expand.weight, self.expand.bias)
+        return self.norm2(x + LeanLinear.apply(wide, self.contract.weight, self.contract.bias, True))
+
+
+class ChunkedCrossEntropy(torch.autograd.Function):
+    """Mean cross-entropy of a linear layer's logits, which exist only for a slice of the vocabulary at a time.
+
+    The softmax needs one number a token, its log-sum-exp, which is gathered slice by slice; the backward makes each
+    slice again. By slices of the vocabulary rather than of tokens, each row of the weight's gradient is one matrix
+    product, never a sum of rounded parts.
+    """
+
+    @staticmethod
+    def chunks(hidden, vocab_size):
+        size = max(MIN_VOCAB_CHUNK, LOGITS_CHUNK_ELEMENTS // max(1, hidden.shape[0]))
+        return [slice(start, min(start + size, vocab_size)) for start in range(0, vocab_size, size)]
+
+    @staticmethod
+    def logits(ctx, hidden, weight, bias, chunk):
+        # In the dtype that a plain nn.Linear would use here, then fp32, as the plain loss does.
+        weight, bias = weight[chunk].to(ctx.dtype), bias[chunk].to(ctx.dtype)
+        return torch.addmm(bias, hidden, weight.t()).float(), weight
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, labels):
+        """hidden (tokens, hidden), weight (vocab, hidden), bias (vocab), labels (tokens) -> fp32 scalar."""
+        ctx.dtype = compute_dtype(weight)
+        states = hidden.to(ctx.dtype)
+        log_sum_exp = torch.full(labels.shape, -math.inf, dtype=torch.float32, device=hidden.device)
+        label_logit = torch.zeros_like(log_sum_exp)
+        for chunk in ChunkedCrossEntropy.chunks(hidden, weight.shape[0]):
+            logits, _ = ChunkedCrossEntropy.logits(ctx, states, weight, bias, chunk)
+            in_chunk = (labels >= chunk.start) & (labels < chunk.stop)
+            column = (labels - chunk.start).clamp(0, chunk.stop - chunk.start - 1)
+            label_logit += logits.gather(1, column[:, None])[:, 0] * in_chunk
+            log_sum_exp = torch.logaddexp(log_sum_exp, logits.logsumexp(-1))
+        counted = labels != IGNORE_INDEX
+        ctx.save_for_backward(hidden, weight, bias, labels, log_sum_exp)
+        return ((log_sum_exp - label_logit) * counted).sum() / counted.sum()
+
+    @staticmethod
+    def backward(ctx, grad_loss):
+        hidden, weight, bias, labels, log_sum_exp = ctx.saved_tensors
+        states = hidden.to(ctx.dtype)
+        counted = labels != IGNORE_INDEX
+        scale = grad_loss * counted / counted.sum()  # d loss / d token loss: (tokens,)
+        grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
+        grad_weight, grad_bias = torch.empty_like(weight), torch.empty_like(bias)
+        ones = states.new_ones(states.shape[0])
+        for chunk in ChunkedCrossEntropy.chunks(hidden, weight.shape[0]):
+            # softmax minus one-hot, scaled, in the logits' own memory
+            grad, chunk_weight = ChunkedCrossEntropy.logits(ctx, states, weight, bias, chunk)
+            grad.sub_(log_sum_exp[:, None]).exp_()
+            in_chunk = (labels >= chunk.start) & (labels < chunk.stop)
+            column = (labels - chunk.start).clamp(0, chunk.stop - chunk.start - 1)
+            grad.scatter_add_(1, column[:, None], -in_chunk.float()[:, None])
+            grad.mul_(scale[:, None])
+            grad = grad.to(ctx.dtype)
+            grad_weight[chunk] = grad.t() @ states
+            grad_bias[chunk] = grad.t() @ ones  # grad.sum(0), whose CUDA kernel takes a workspace larger than grad
+            grad_hidden += grad @ chunk_weight
+        return grad_hidden.to(hidden.dtype), grad_weight, grad_bias, None
+
+
+class OutputProjection(nn.Linear):
+    """The untied output layer: logits, or with labels the loss without ever holding the logits."""
+
+    def forward(self, hidden, labels=None):
+        """hidden (batch, sequence, hidden) -> logits (batch, sequence, vocab), or an fp32 scalar with labels."""
+        if labels is None:
+            return super().forward(hidden)
+        # Position i predicts token i + 1; the last one has nothing to predict.
+        labels = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+        return ChunkedCrossEntropy.apply(hidden.flatten(0, 1), self.weight, self.bias, labels.flatten())
+
+
+class SimpleTransformerModel(nn.Module):
+    """A causal language model: token and learned position embeddings, post-norm blocks, untied output projection.
+
+    Args:
+        vocab_size, hidden_dim, num_layers, num_heads, max_seq_len: sizes of the model.
+
+    Raises:
+        ValueError: a size below 1, or heads that do not divide hidden_dim.
+    """
+
+    def __init__(self, vocab_size=50000, hidden_dim=1024, num_layers=12, num_heads=16, max_seq_len=512):
+        super().__init__()
+        check_sizes(vocab_size=vocab_size, num_layers=num_layers, max_seq_len=max_seq_len)
+        self.max_seq_len = max_seq_len
+        self.token_embedding = nn.Embedding(vocab_size, hidden_dim)
+        self.position_embedding = nn.Embedding(max_seq_len, hidden_dim)
+        self.layers = nn.ModuleList(SimpleTransformerBlock(hidden_dim, num_heads) for _ in range(num_layers))
+        self.output_projection = OutputProjection(hidden_dim, vocab_size)
+
+    def enable_activation_checkpointing(self):
+        """Keep only each block's input in the forward and recompute the rest in the backward: same results."""
+        for layer in self.layers:
+            layer.activation_checkpointing = True
+
+    def forward(self, input_ids, labels=None):
+        """Logits, or the loss where labels are given.
+
+        Args:
+            input_ids: (batch, sequence) token ids, sequence <= max_seq_len.
+            labels: (batch, sequence) token ids, unshifted as in Hugging Face's models; -100 is ignored.
+
+        Returns:
+            logits (batch, sequence, vocab_size) without labels; with them the mean next-token cross-entropy, an
+            fp32 scalar.
+
+        Raises:
+            ValueError: a sequence longer than max_seq_len, or labels of another shape than input_ids.
+        """
+        if input_ids.shape[1] > self.max_seq_len:
+            raise ValueError(f"sequence of {input_ids.shape[1]} tokens is longer than max_seq_len {self.max_seq_len}")
+        if labels is not None and labels.shape != input_ids.shape:
+            raise ValueError(f"labels {tuple(labels.shape)} and input_ids {tuple(input_ids.shape)} differ in shape")
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+        x = self.token_embedding(input_ids) + self.position_embedding(positions)
+        for layer in self.layers:
+            x = layer(x)
+        return self.output_projection(x, labels)
+
+
+def check_sizes(**sizes):
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name} must be at least 1, not {size}")
+
+
+def count_parameters(model):
+    """Parameters of the whole model as (total, trainable), also where ZeRO-3 holds only a partition of each."""
+    sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in model.parameters()]
+    return sum(size for size, _ in sizes), sum(size for size, trainable in sizes if trainable)
+
+
+# ---------------------------------------------------------------------------------------------------
+# Data
+# ---------------------------------------------------------------------------------------------------
+
+
+def random_batches(vocab_size, seq_length, batch_size, seed, rank):
+    """Endless (batch, sequence) int64 batches of uniform random tokens, others on each rank."""
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + rank)
+    while True:
+        yield torch.randint(vocab_size, (batch_size, seq_length), generator=generator)
+
+
+def endless(dataloader):
+    """The batches of `dataloader` for ever, in a new order each epoch."""
+    epoch = 0
+    while True:
+        dataloader.sampler.set_epoch(epoch)
+        yield from dataloader
+        epoch += 1
+
+
+def load_text(dataset_name, tokenizer_name):
+    """Tokenise a data set through the cache of `datasets`. Returns (flat int64 token array, tokenizer length)."""
+    import numpy as np
+    from datasets import load_dataset
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_name)
+    if Path(dataset_name).exists():
+        path = Path(dataset_name)
+        files = sorted(map(str, path.rglob("*.txt"))) if path.is_dir() else [str(path)]
+        if not files:
+            raise ValueError(f"the folder {path} holds no *.txt file")
+        dataset = load_dataset("text", data_files=files, split="train", keep_linebreaks=True)
+    else:
+        name, _, config = dataset_name.partition(":")
+        config = config or (DEFAULT_DATASET_CONFIG if name == DEFAULT_DATASET else None)
+        dataset = load_dataset(name, config, split=DEFAULT_DATASET_SPLIT)
+    if "text" not in dataset.column_names:
+        raise ValueError(f"the data set has no column 'text', only {', '.join(dataset.column_names)}")
+
+    def tokenize(rows):
+        return {"tokens": tokenizer(rows["text"], add_special_tokens=False, verbose=False)["input_ids"]}
+
+    dataset = dataset.map(tokenize, batched=True, remove_columns=dataset.column_names, desc="tokenising")
+    column = dataset.data.column("tokens").combine_chunks()
+    return column.flatten().to_numpy(zero_copy_only=False).astype(np.int64), len(tokenizer)
+
+
+def load_wikitext_data(tokenizer_name, seq_length, batch_size, world_size, rank, dataset_name=DEFAULT_DATASET, seed=42):
+    """Text as full sequences of tokens, packed without padding, this rank's share of them.
+
+    Args:
+        tokenizer_name: a Hub name or a local folder.
+        seq_length, batch_size: shape of a batch, in tokens and in sequences on this rank.
+        world_size, rank: the data-parallel group; ranks draw disjoint sequences.
+        dataset_name: NAME or NAME:CONFIG on the Hub (1 % of its train split), a text file, or a folder of *.txt.
+        seed: of the shuffling, which also changes with each epoch.
+
+    Returns:
+        (dataloader, vocab_size): batches are int64 (batch_size, seq_length); vocab_size is the tokenizer's, padded
+        up to a multiple of 64.
+
+    Raises:
+        ValueError: data or tokenizer cannot be loaded, or the text is too short for one batch on each rank.
+    """
+    several = torch.distributed.is_available() and torch.distributed.is_initialized()
+    first_on_node = int(os.environ.get("LOCAL_RANK", 0)) == 0
+    if several and not first_on_node:
+        torch.distributed.barrier()  # the node's first process fills the cache that the others read
+    try:
+        tokens, tokenizer_length = load_text(dataset_name, tokenizer_name)
+    except Exception as error:  # whatever the Hub client, the network or a file raised: the user needs one line
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(
+            f"cannot load data set {dataset_name!r} with tokenizer {tokenizer_name!r}: {reason} "
+            "(without network: --dataset TEXT_FILE_OR_FOLDER --tokenizer FOLDER)"
+        ) from error
+    if several and first_on_node:
+        torch.distributed.barrier()
+
+    num_sequences = len(tokens) // seq_length
+    if num_sequences < batch_size * world_size:
+        raise ValueError(
+            f"data set {dataset_name!r} is too short: its {len(tokens)} tokens are {num_sequences} sequences of "
+            f"{seq_length}, one batch on each rank takes {batch_size * world_size}; use more text or a smaller batch"
+        )
+    sequences = torch.from_numpy(tokens[: num_sequences * seq_length]).view(num_sequences, seq_length)
+    sampler = DistributedSampler(sequences, num_replicas=world_size, rank=rank, seed=seed, drop_last=True)
+    dataloader = DataLoader(sequences, batch_size=batch_size, sampler=sampler, drop_last=True)
+    return dataloader, math.ceil(tokenizer_length / 64) * 64  # tensor cores like multiples of 64
+
+
+# ---------------------------------------------------------------------------------------------------
+# Measurement
+# ---------------------------------------------------------------------------------------------------
+
+
+def get_memory_stats():
+    """This process's memory as integer bytes: {"allocated": ..., "reserved": ..., "peak": ...}.
+
+    On an accelerator these are its allocator's figures, the peak since the process began. On a CPU they are the
+    process's resident memory and the kernel's high-water mark of it (VmRSS, VmHWM in proc(5)).
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    if accelerator.device_name() == "cpu":
+        status = Path("/proc/self/status").read_text()
+        resident, peak = (int(re.search(rf"{key}:\s+(\d+) kB", status)[1]) * 1024 for key in ("VmRSS", "VmHWM"))
+        return {"allocated": resident, "reserved": resident, "peak": peak}
+    return {
+        "allocated": accelerator.memory_allocated(),
+        "reserved": accelerator.memory_reserved(),
+        "peak": accelerator.max_memory_allocated(),
+    }
+
+
+def start_memory_baseline():
+    """Resident bytes that the figures on a CPU leave out (imports, data); 0 on an accelerator, which counts tensors."""
+    from deepspeed.accelerator import get_accelerator
+
+    if get_accelerator().device_name() != "cpu":
+        return 0
+    try:
+        # Let glibc map every tensor of 1 MiB or more by itself, so that freed means returned (M_MMAP_THRESHOLD).
+        ctypes.CDLL(None).mallopt(-3, 2**20)
+        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew (proc(5))
+    except (OSError, AttributeError):
+        pass  # another libc or a locked-down /proc: the peak may then include the imports
+    return get_memory_stats()["allocated"]
+
+
+def format_memory(bytes_val):
+    """Bytes as text, such as `4.00 GB` (1 GB = 1024**3 bytes)."""
+    return f"{bytes_val / 1024**3:.2f} GB"
+
+
+def over_ranks(values, op):
+    """`values` (numbers) combined elementwise over all ranks by the name of a reduction, such as "MAX"."""
+    import deepspeed.comm as dist
+    from deepspeed.accelerator import get_accelerator
+
+    if dist.get_world_size() == 1:
+        return list(values)
+    tensor = torch.tensor(values, dtype=torch.float64, device=get_accelerator().current_device_name())
+    dist.all_reduce(tensor, op=getattr(dist.ReduceOp, op))
+    return tensor.tolist()
+
+
+def environment_line():
+    """One `ENV:` line: device and versions, values without spaces."""
+    import deepspeed
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
+    fields = {
+        "device": device.replace(" ", "_"),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda or "none",
+        "deepspeed": deepspeed.__version__,
+        "python": platform.python_version(),
+    }
+    return "ENV: " + " ".join(f"{key}={value}" for key, value in fields.items())
+
+
+def summary_line(config_path, **fields):
+    """The machine-readable last line; white space in the path is percent-encoded so that it stays one field."""
+    config = re.sub(r"[\s%]", lambda match: f"%{ord(match[0]):02X}", config_path)
+    return f"SUMMARY: config={config} " + " ".join(f"{key}={value}" for key, value in fields.items())
+
+
+# ---------------------------------------------------------------------------------------------------
+# Training
+# ---------------------------------------------------------------------------------------------------
+
+
+def start_distributed(args):
+    """Join the process group that the launcher describes, or be a group of one. Returns (rank, world_size)."""
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    if "RANK" not in os.environ:  # started without a launcher
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    local_rank = int(os.environ.setdefault("LOCAL_RANK", str(max(args.local_rank, 0))))
+    if get_accelerator().device_name() != "cpu":
+        get_accelerator().set_device(local_rank)
+    elif "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, os.cpu_count() // int(os.environ.get("LOCAL_SIZE", 1))))
+    deepspeed.init_distributed(verbose=False)
+    return deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()
+
+
+def create_engine(args, config, vocab_size):
+    """Model and DeepSpeed engine; a configuration that DeepSpeed refuses ends the program with its reason."""
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    zero3 = config.get("zero_optimization", {}).get("stage", 0) == 3
+    torch.manual_seed(args.seed)
+    try:
+        with (
+            torch.device(get_accelerator().current_device_name()),
+            # Partitions each parameter as it is made, so that no rank ever holds the whole model in fp32.
+            deepspeed.zero.Init(config_dict_or_path=config, enabled=zero3),
+        ):
+            model = SimpleTransformerModel(
+                vocab_size, args.hidden_dim, args.num_layers, args.num_heads, max_seq_len=args.seq_length
+            )
+        if args.activation_checkpointing:
+            model.enable_activation_checkpointing()
+        if zero3:  # gather a block's weights in one go instead of module by module
+            deepspeed.utils.set_z3_leaf_modules(model, [SimpleTransformerBlock])
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    except (AssertionError, ValueError, TypeError, KeyError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        fail(f"--deepspeed_config {args.deepspeed_config}: DeepSpeed refuses it: {reason}")
+    return engine
+
+
+def train_step(engine, micro_batches):
+    """One optimizer step over the micro batches. Returns their mean loss, a detached fp32 scalar."""
+    losses = []
+    for input_ids in micro_batches:
+        loss = engine(input_ids, labels=input_ids)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.detach())
+    return torch.stack(losses).mean()
+
+
+def open_loss_log(path):
+    """The loss CSV, written line by line so that a killed run keeps what it had; parent folders are made."""
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        loss_log = open(path, "w", buffering=1, encoding="utf-8")  # noqa: SIM115 (open as long as the run)
+    except OSError as error:
+        fail(f"--loss_log_file {path}: {error.strerror or error}; give a path that can be written")
+    loss_log.write("step,loss\n")
+    return loss_log
+
+
+def report(args, fields):
+    """The results block, the ENV line and, last, the SUMMARY line. `fields` are those of the SUMMARY line, in order."""
+    gb = {key: format_memory(value) for key, value in fields.items() if key.endswith("_bytes")}
+    tokens = f"{fields['gradient_accumulation_steps']} x {args.batch_size} x {args.seq_length}"
+    return [
+        "",
+        "=" * 78,
+        "RESULTS (memory: highest rank; time: slowest rank; loss: mean over ranks)",
+        f"  Configuration:      {args.deepspeed_config}",
+        f"  Parameters:         {fields['params']:,}",
+        f"  Step:               {tokens} tokens on each of {fields['world_size']} rank(s)",
+        f"  Step time:          mean {fields['avg_step_time']} s, median {fields['median_step_time']} s"
+        f" over {fields['timed_steps']} step(s) after the warm-up",
+        f"  Throughput:         {fields['tokens_per_second']} tokens per second over all ranks",
+        f"  Peak memory:        {gb['peak_mem_bytes']} ({gb['init_peak_mem_bytes']} until the first step)",
+        f"  Allocated at end:   {gb['alloc_mem_bytes']} (reserved: {gb['reserved_mem_bytes']})",
+        f"  Loss of last step:  {fields['final_loss']}",
+        "=" * 78,
+        environment_line(),
+        summary_line(args.deepspeed_config, **fields),
+    ]
+
+
+def main():
+    """Train, measure and report. Returns the reported peak, allocation, time, losses and SUMMARY line as a dict."""
+    args = get_args()
+    config = load_deepspeed_config(args.deepspeed_config)
+    config, notices = complete_config(config, args, int(os.environ.get("WORLD_SIZE", 1)))
+
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+    from tqdm import tqdm
+
+    rank, world_size = start_distributed(args)
+    accelerator = get_accelerator()
+    on_cpu = accelerator.device_name() == "cpu"
+    device = accelerator.current_device_name()
+
+    def say(*lines):
+        if rank == 0:
+            for line in lines:
+                tqdm.write(line)  # to stdout, above the progress bar where there is one
+            sys.stdout.flush()
+
+    say(*(f"Notice: {notice}" for notice in notices))
+    if on_cpu:
+        say("Notice: no accelerator; memory is the process's resident memory, less what it used before the model")
+    loss_log = open_loss_log(args.loss_log_file) if rank == 0 and args.loss_log_file else None
+
+    vocab_size = args.vocab_size
+    if args.use_real_data:
+        try:
+            dataloader, vocab_size = load_wikitext_data(
+                args.tokenizer, args.seq_length, args.batch_size, world_size, rank, args.dataset, args.seed
+            )
+        except ValueError as error:
+            fail(error)
+        batches = endless(dataloader)
+        say(f"Data: {args.dataset}, {len(dataloader)} batches an epoch on each rank; vocabulary padded to {vocab_size}")
+    else:
+        batches = random_batches(vocab_size, args.seq_length, args.batch_size, args.seed, rank)
+
+    baseline_bytes = start_memory_baseline()
+
+    def memory():
+        return {key: max(0, value - baseline_bytes) for key, value in get_memory_stats().items()}
+
+    engine = create_engine(args, config, vocab_size)
+    accumulation = engine.gradient_accumulation_steps()
+    total_parameters, trainable_parameters = count_parameters(engine.module)
+    init_peak = int(over_ranks([memory()["peak"]], "MAX")[0])
+    say(f"Model: {total_parameters:,} parameters, {trainable_parameters:,} trainable")
+    say(f"Initialised: peak={format_memory(init_peak)}")
+
+    gc.collect()
+    gc.freeze()  # a collection during the steps need not walk the engine's objects
+    loss_history, step_times_s = [], []
+    for step in tqdm(range(args.num_steps), unit="step", disable=rank > 0 or not sys.stderr.isatty()):
+        micro_batches = [next(batches).to(device) for _ in range(accumulation)]
+        accelerator.synchronize()
+        start = time.perf_counter()
+        loss = train_step(engine, micro_batches)
+        accelerator.synchronize()
+        elapsed_s = time.perf_counter() - start
+
+        loss = over_ranks([loss.item()], "SUM")[0] / world_size
+        elapsed_s, *stats = over_ranks([elapsed_s, *memory().values()], "MAX")
+        step_times_s.append(elapsed_s)
+        loss_history.append((step, loss))
+        if loss_log:
+            loss_log.write(f"{step},{loss:.6f}\n")
+        if step % args.log_interval == 0 or step == args.num_steps - 1:
+            allocated, reserved, peak = map(format_memory, stats)
+            say(
+                f"Step {step}: loss={loss:.4f}, time={elapsed_s:.4f}s, "
+                f"allocated={allocated}, reserved={reserved}, peak={peak}"
+            )
+        if not math.isfinite(loss):
+            fail(f"the loss is {loss} at step {step}; lower --learning_rate or set gradient_clipping in the JSON", 1)
+    if loss_log:
+        loss_log.close()
+
+    del micro_batches  # what is left is the model and the optimizer, not the last step's data
+    gc.collect()
+    allocated, reserved, peak = map(int, over_ranks([*memory().values()], "MAX"))
+    warmup_steps = min(args.warmup_steps, args.num_steps - 1)
+    if warmup_steps < args.warmup_steps:
+        say(f"Notice: {args.num_steps} step(s) leave none after {args.warmup_steps} of warm-up: the last one is timed")
+    timed_s = step_times_s[warmup_steps:]
+    mean_s = statistics.fmean(timed_s)
+    fields = {
+        "params": total_parameters,
+        "peak_mem_bytes": peak,
+        "alloc_mem_bytes": allocated,
+        "avg_step_time": f"{mean_s:.4f}",
+        "world_size": world_size,
+        "reserved_mem_bytes": reserved,
+        "init_peak_mem_bytes": init_peak,
+        "median_step_time": f"{statistics.median(timed_s):.4f}",
+        "timed_steps": len(timed_s),
+        "tokens_per_second": f"{world_size * accumulation * args.batch_size * args.seq_length / mean_s:.1f}",
+        "final_loss": f"{loss:.4f}",
+        "batch_size": args.batch_size,
+        "seq_length": args.seq_length,
+        "gradient_accumulation_steps": accumulation,
+        "activation_checkpointing": int(args.activation_checkpointing),
+        "memory": "process_resident" if on_cpu else "device_allocator",
+    }
+    lines = report(args, fields)
+    say(*lines)
+
+    engine.destroy()
+    deepspeed.comm.destroy_process_group()
+    return {
+        "peak_memory": peak,
+        "allocated_memory": allocated,
+        "avg_step_time": mean_s,
+        "loss_history": loss_history,
+        "summary_line": lines[-1],
+    }
+
+
+if __name__ == "__main__":
+    main()
