@@ -178,22 +178,43 @@ def format_time(seconds):
     return f"{seconds:.4f} s" if seconds else "n/a (none measured)"
 
 
+def baseline_of(summary, results):
+    """What a summary is compared with: baseline.log, else a run of the configuration `baseline` of the same size."""
+    same_size = (s for s in results.values() if s and s["params"] == summary["params"])
+    baselines = (s for s in same_size if get_config_name(s["config"]) == CONFIG_NAMES["baseline"])
+    return results.get("baseline.log") or next(baselines, None)
+
+
 def table_rows(results):
     """The header and one row of cells for each log."""
     header = ["Configuration", "Peak", "Peak reduction", "Allocated", "Allocated reduction", "Step time"]
-    baseline = results.get("baseline.log")
+    with_mfu = any(summary and "mfu" in summary for summary in results.values())
+    header += ["Peak bytes/parameter", "MFU"] if with_mfu else []
     rows = []
     for log, summary in results.items():
-        name = row_name(log, results)
+        cells = [row_name(log, results)]
         if summary is None:
-            rows.append([name, "FAILED", *["-"] * (len(header) - 2)])
+            rows.append([*cells, "FAILED", *["-"] * (len(header) - 2)])
             continue
-        cells = [name]
+        baseline = baseline_of(summary, results)
         for key in ("peak_mem_bytes", "alloc_mem_bytes"):
-            reduction = format_reduction(summary[key], baseline and baseline[key])
-            cells += [format_bytes(summary[key]), "(baseline)" if log == "baseline.log" else reduction]
-        rows.append([*cells, format_time(summary["avg_step_time"])])
+            reduction = (
+                "(baseline)" if summary is baseline else format_reduction(summary[key], baseline and baseline[key])
+            )
+            cells += [format_bytes(summary[key]), reduction]
+        cells.append(format_time(summary["avg_step_time"]))
+        if with_mfu:
+            mfu = summary.get("mfu")
+            cells += [bytes_per_parameter(summary, "peak_mem_bytes"), f"{100 * mfu:.1f}%" if mfu else "n/a"]
+        rows.append(cells)
     return header, rows
+
+
+def bytes_per_parameter(summary, key):
+    """Over all ranks, which partition the parameters between them; unknown without world_size."""
+    if "world_size" not in summary:
+        return "n/a"
+    return f"{summary[key] * summary['world_size'] / summary['params']:.2f}"
 
 
 def row_name(log, results):
@@ -227,19 +248,17 @@ def markdown_escape(text):
 
 def detail_lines(log, summary, results):
     """The block of one configuration: every figure with its unit, then whatever else its line had."""
-    baseline = results.get("baseline.log")
     lines = [row_name(log, results), f"  Log:                 {log}"]
     if summary is None:
         return [*lines, "  FAILED: no whole SUMMARY line"]
+    baseline = baseline_of(summary, results)
     lines += [f"  Configuration file:  {summary['config']}", f"  Parameters:          {summary['params']:,}"]
     for label, key in (("Peak memory:", "peak_mem_bytes"), ("Allocated memory:", "alloc_mem_bytes")):
         value = summary[key]
         lines.append(f"  {label:20} {format_bytes(value)} = {format_bytes_mb(value)} = {value} bytes")
-        if log != "baseline.log":
+        if summary is not baseline:
             lines.append(f"  {'  reduction:':20} {format_reduction(value, baseline and baseline[key])}")
-        if "world_size" in summary:
-            per_parameter = value * summary["world_size"] / summary["params"]
-            lines.append(f"  {'  per parameter:':20} {per_parameter:.2f} bytes over all ranks")
+        lines.append(f"  {'  bytes/parameter:':20} {bytes_per_parameter(summary, key)}")
     lines.append(f"  Average step time:   {format_time(summary['avg_step_time'])}")
     for key, value in summary.items():
         if key not in REQUIRED_KEYS:
@@ -252,11 +271,15 @@ def notes(results):
     """What a reader must know before comparing the rows."""
     good = [summary for summary in results.values() if summary]
     lines = ["Memory is per GPU, of the highest rank; 1 GB = 1024**3 bytes. Step time is the mean after the warm-up."]
+    if any("mfu" in summary for summary in good):
+        lines.append(
+            "Bytes/parameter are over all GPUs. MFU: model FLOP/s (6N + 12LHQT a token) of the GPU's BF16 peak."
+        )
     if any(summary.get("memory") == "process_resident" for summary in good):
         lines.append("No GPU was used: memory is the process's resident memory above what it used before the model.")
     for log in (log for log, summary in results.items() if summary is None):
         lines.append(f"FAILED: {log} has no whole SUMMARY line; the run crashed or was killed before its end.")
-    if not results.get("baseline.log"):
+    if any(baseline_of(summary, results) is None for summary in good):
         lines.append("There is no baseline (no whole SUMMARY line in a baseline.log), so reductions cannot be given.")
     for key in LIKE_FOR_LIKE_KEYS:
         values = list(dict.fromkeys(summary[key] for summary in good if key in summary))

@@ -23,6 +23,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from urllib.parse import quote
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +41,9 @@ IGNORE_INDEX = -100  # the Hugging Face label that carries no loss
 # Logits exist for one slice of the vocabulary at a time, of about this many elements (32 MiB in fp32).
 LOGITS_CHUNK_ELEMENTS = 8 * 2**20
 MIN_VOCAB_CHUNK = 1024
+
+# Dense BF16 peak in TFLOP/s, from the vendors' data sheets, by a part of the device's name.
+PEAK_TFLOPS = {"H200": 989, "H100": 989, "A100": 312, "B200": 2250, "L40S": 362, "MI300X": 1307}
 
 
 def fail(message, status=2):
@@ -385,7 +389,7 @@ class SimpleTransformerModel(nn.Module):
 
     def __init__(self, vocab_size=50000, hidden_dim=1024, num_layers=12, num_heads=16, max_seq_len=512):
         super().__init__()
-        check_sizes(vocab_size=vocab_size, num_layers=num_layers, max_seq_len=max_seq_len)
+        check_sizes(vocab_size=vocab_size, hidden_dim=hidden_dim, num_layers=num_layers, max_seq_len=max_seq_len)
         self.max_seq_len = max_seq_len
         self.token_embedding = nn.Embedding(vocab_size, hidden_dim)
         self.position_embedding = nn.Embedding(max_seq_len, hidden_dim)
@@ -457,21 +461,23 @@ def endless(dataloader):
 
 def load_text(dataset_name, tokenizer_name):
     """Tokenise a data set through the cache of `datasets`. Returns (flat int64 token array, tokenizer length)."""
+    import datasets
     import numpy as np
-    from datasets import load_dataset
     from transformers import AutoTokenizer
 
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_name)
     if Path(dataset_name).exists():
         path = Path(dataset_name)
         files = sorted(map(str, path.rglob("*.txt"))) if path.is_dir() else [str(path)]
         if not files:
             raise ValueError(f"the folder {path} holds no *.txt file")
-        dataset = load_dataset("text", data_files=files, split="train", keep_linebreaks=True)
+        dataset = datasets.load_dataset("text", data_files=files, split="train", keep_linebreaks=True)
     else:
         name, _, config = dataset_name.partition(":")
         config = config or (DEFAULT_DATASET_CONFIG if name == DEFAULT_DATASET else None)
-        dataset = load_dataset(name, config, split=DEFAULT_DATASET_SPLIT)
+        dataset = datasets.load_dataset(name, config, split=DEFAULT_DATASET_SPLIT)
     if "text" not in dataset.column_names:
         raise ValueError(f"the data set has no column 'text', only {', '.join(dataset.column_names)}")
 
@@ -544,7 +550,7 @@ def get_memory_stats():
     if accelerator.device_name() == "cpu":
         status = Path("/proc/self/status").read_text()
         resident, peak = (int(re.search(rf"{key}:\s+(\d+) kB", status)[1]) * 1024 for key in ("VmRSS", "VmHWM"))
-        return {"allocated": resident, "reserved": resident, "peak": peak}
+        return {"allocated": resident, "reserved": resident, "peak": max(peak, resident)}
     return {
         "allocated": accelerator.memory_allocated(),
         "reserved": accelerator.memory_reserved(),
@@ -570,6 +576,23 @@ def start_memory_baseline():
 def format_memory(bytes_val):
     """Bytes as text, such as `4.00 GB` (1 GB = 1024**3 bytes)."""
     return f"{bytes_val / 1024**3:.2f} GB"
+
+
+def model_flops_per_token(model):
+    """FLOP of forward and backward a token, without recomputation: 6 N + 12 L H Q T (PaLM, appendix B).
+
+    N leaves out the embedding tables, whose lookups multiply nothing; T is the longest sequence, on which we train.
+    """
+    total, _ = count_parameters(model)
+    hidden_dim = model.output_projection.in_features
+    lookups = (model.token_embedding.num_embeddings + model.max_seq_len) * hidden_dim
+    return 6 * (total - lookups) + 12 * len(model.layers) * hidden_dim * model.max_seq_len
+
+
+def peak_tflops():
+    """The device's dense BF16 peak, or None for a device that PEAK_TFLOPS does not know."""
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    return next((peak for part, peak in PEAK_TFLOPS.items() if part in name), None)
 
 
 def over_ranks(values, op):
@@ -601,7 +624,7 @@ def environment_line():
 
 def summary_line(config_path, **fields):
     """The machine-readable last line; white space in the path is percent-encoded so that it stays one field."""
-    config = re.sub(r"[\s%]", lambda match: f"%{ord(match[0]):02X}", config_path)
+    config = re.sub(r"[\s%]", lambda match: quote(match[0]), config_path)
     return f"SUMMARY: config={config} " + " ".join(f"{key}={value}" for key, value in fields.items())
 
 
@@ -632,6 +655,8 @@ def create_engine(args, config, vocab_size):
     from deepspeed.accelerator import get_accelerator
 
     zero3 = config.get("zero_optimization", {}).get("stage", 0) == 3
+    deepcompile = config.get("compile", {}).get("deepcompile", False)
+    deepspeed.utils.nvtx.enable_nvtx = False  # thousands of Python calls a step that only a profiler would see
     torch.manual_seed(args.seed)
     try:
         with (
@@ -644,9 +669,11 @@ def create_engine(args, config, vocab_size):
             )
         if args.activation_checkpointing:
             model.enable_activation_checkpointing()
-        if zero3:  # gather a block's weights in one go instead of module by module
+        if zero3 and not deepcompile:  # gather a block's weights in one go instead of module by module
             deepspeed.utils.set_z3_leaf_modules(model, [SimpleTransformerBlock])
         engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+        if deepcompile:
+            engine.compile()
     except (AssertionError, ValueError, TypeError, KeyError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         fail(f"--deepspeed_config {args.deepspeed_config}: DeepSpeed refuses it: {reason}")
@@ -688,7 +715,9 @@ def report(args, fields):
         f"  Step:               {tokens} tokens on each of {fields['world_size']} rank(s)",
         f"  Step time:          mean {fields['avg_step_time']} s, median {fields['median_step_time']} s"
         f" over {fields['timed_steps']} step(s) after the warm-up",
-        f"  Throughput:         {fields['tokens_per_second']} tokens per second over all ranks",
+        f"  Tracking:           {fields['tracking_time']} s a step, not part of the step time",
+        f"  Throughput:         {fields['tokens_per_second']} tokens/s over all ranks,"
+        f" {fields['model_tflops_per_gpu']} model TFLOP/s a rank, MFU {fields.get('mfu', 'n/a (unknown peak)')}",
         f"  Peak memory:        {gb['peak_mem_bytes']} ({gb['init_peak_mem_bytes']} until the first step)",
         f"  Allocated at end:   {gb['alloc_mem_bytes']} (reserved: {gb['reserved_mem_bytes']})",
         f"  Loss of last step:  {fields['final_loss']}",
@@ -751,14 +780,15 @@ def main():
 
     gc.collect()
     gc.freeze()  # a collection during the steps need not walk the engine's objects
-    loss_history, step_times_s = [], []
+    loss_history, step_times_s, tracking_s = [], [], 0.0
     for step in tqdm(range(args.num_steps), unit="step", disable=rank > 0 or not sys.stderr.isatty()):
         micro_batches = [next(batches).to(device) for _ in range(accumulation)]
         accelerator.synchronize()
         start = time.perf_counter()
         loss = train_step(engine, micro_batches)
         accelerator.synchronize()
-        elapsed_s = time.perf_counter() - start
+        end = time.perf_counter()
+        elapsed_s = end - start
 
         loss = over_ranks([loss.item()], "SUM")[0] / world_size
         elapsed_s, *stats = over_ranks([elapsed_s, *memory().values()], "MAX")
@@ -766,6 +796,7 @@ def main():
         loss_history.append((step, loss))
         if loss_log:
             loss_log.write(f"{step},{loss:.6f}\n")
+        tracking_s += time.perf_counter() - end
         if step % args.log_interval == 0 or step == args.num_steps - 1:
             allocated, reserved, peak = map(format_memory, stats)
             say(
@@ -785,6 +816,8 @@ def main():
         say(f"Notice: {args.num_steps} step(s) leave none after {args.warmup_steps} of warm-up: the last one is timed")
     timed_s = step_times_s[warmup_steps:]
     mean_s = statistics.fmean(timed_s)
+    tokens_per_second = world_size * accumulation * args.batch_size * args.seq_length / mean_s
+    tflops_per_gpu = tokens_per_second / world_size * model_flops_per_token(engine.module) / 1e12
     fields = {
         "params": total_parameters,
         "peak_mem_bytes": peak,
@@ -795,7 +828,10 @@ def main():
         "init_peak_mem_bytes": init_peak,
         "median_step_time": f"{statistics.median(timed_s):.4f}",
         "timed_steps": len(timed_s),
-        "tokens_per_second": f"{world_size * accumulation * args.batch_size * args.seq_length / mean_s:.1f}",
+        "tracking_time": f"{tracking_s / args.num_steps:.6f}",
+        "tokens_per_second": f"{tokens_per_second:.1f}",
+        "model_tflops_per_gpu": f"{tflops_per_gpu:.3f}",
+        **({"mfu": f"{tflops_per_gpu / peak_tflops():.4f}"} if peak_tflops() else {}),
         "final_loss": f"{loss:.4f}",
         "batch_size": args.batch_size,
         "seq_length": args.seq_length,

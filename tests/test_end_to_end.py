@@ -1,0 +1,247 @@
+"""The whole path through the real launcher, on the CPU: sweeps, ranks, other configurations, failures."""
+
+import csv
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, TINY, run, train
+
+import gather_memory
+
+CONFIGS = ("baseline", "bf16_master_wg", "bf16_full")
+
+
+def summary_of(output):
+    """The parsed SUMMARY line, which must be the last line that train.py prints."""
+    lines = [line for line in output.splitlines() if line and "[launch.py" not in line]
+    summary = gather_memory.parse_summary_line(lines[-1])
+    assert summary, output[-3000:]
+    return summary
+
+
+def losses_of(path):
+    with open(path, newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in rows] == list(range(len(rows)))
+    return [float(row["loss"]) for row in rows]
+
+
+def write_config(path, **changes):
+    """baseline.json with some of its top-level sections replaced, or removed where None."""
+    config = json.loads((ROOT / "configs" / "baseline.json").read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    return path
+
+
+# Sweeps: all three configurations through the launcher
+
+
+@pytest.fixture(scope="session")
+def sweep_on_one_process(tmp_path_factory):
+    """A sweep of a model large enough for its states to show in the process's resident memory."""
+    log_dir = tmp_path_factory.mktemp("one") / "made" / "here"
+    options = "--hidden_dim 512 --num_layers 6 --num_heads 8 --num_steps 8 --learning_rate 1e-4".split()
+    return log_dir, run("./run_all.sh", "--log_dir", log_dir, *options)
+
+
+@pytest.fixture(scope="session")
+def sweep_on_two_processes(tmp_path_factory, text_and_tokenizer):
+    """A sweep of two processes on real text."""
+    log_dir = tmp_path_factory.mktemp("two")
+    text, tokenizer = text_and_tokenizer
+    data = ["--use_real_data", "--dataset", text, "--tokenizer", tokenizer]
+    return log_dir, run("./run_all.sh", "--num_gpus", 2, "--log_dir", log_dir, *TINY, *data)
+
+
+def test_the_sweep_leaves_logs_losses_and_a_true_table(sweep_on_one_process):
+    log_dir, result = sweep_on_one_process
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    assert {path.name for path in log_dir.iterdir()} == {
+        "summary.txt",
+        *(f"{name}{ending}" for name in CONFIGS for ending in (".log", "_loss.csv")),
+    }
+    table = (log_dir / "summary.txt").read_text()
+    assert table in result.stdout
+    assert "No GPU found" in result.stdout and "process's resident memory" in table
+    for name in CONFIGS:
+        assert gather_memory.get_config_name(name) in table
+        assert len(losses_of(log_dir / f"{name}_loss.csv")) == 8
+
+
+def test_without_a_gpu_the_saving_is_plain_to_see(sweep_on_one_process):
+    log_dir, _ = sweep_on_one_process
+    summaries = {name: summary_of((log_dir / f"{name}.log").read_text()) for name in CONFIGS}
+    for key in ("peak_mem_bytes", "alloc_mem_bytes"):
+        assert summaries["bf16_full"][key] < 0.85 * summaries["baseline"][key]
+    for summary in summaries.values():
+        # At least the 10 bytes a parameter of model states are there, and nothing like twice the 16.
+        assert 10 < summary["alloc_mem_bytes"] / summary["params"] < 32
+        assert summary["peak_mem_bytes"] >= summary["alloc_mem_bytes"]
+        assert summary["avg_step_time"] > 0 and summary["median_step_time"] > 0
+        assert summary["timed_steps"] == 5
+
+
+def test_two_processes_on_real_text_learn_and_report_once(sweep_on_two_processes):
+    log_dir, result = sweep_on_two_processes
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    for name in CONFIGS:
+        log = (log_dir / f"{name}.log").read_text()
+        summary = summary_of(log)
+        assert summary["world_size"] == 2
+        assert log.count("SUMMARY:") == log.count("ENV:") == log.count("Step 0:") == log.count("RESULTS") == 1
+        assert "vocabulary padded to 128" in log and "%|" not in log  # no progress bar in a log
+        assert [int(step) for step in re.findall(r"^Step (\d+):", log, re.M)] == [0, 2, 4, 5]
+        losses = losses_of(log_dir / f"{name}_loss.csv")
+        assert losses[-1] < losses[0]
+        # Both times are rounded to the fourth decimal.
+        tokens = 2 * 2 * 32 / summary["avg_step_time"]
+        assert summary["tokens_per_second"] == pytest.approx(tokens, rel=0.01)
+
+
+def test_the_same_seed_gives_the_same_losses_and_another_seed_others(sweep_on_one_process, tmp_path):
+    options = [*TINY, "--deepspeed_config", "configs/bf16_full.json", "--loss_log_file"]
+    results = [train(*options, tmp_path / f"{i}.csv", "--seed", seed) for i, seed in enumerate((1, 1, 2))]
+    assert all(result.returncode == 0 for result in results), results[0].stderr[-2000:]
+    first, again, other = (losses_of(tmp_path / f"{i}.csv") for i in range(3))
+    assert first == again and first != other
+
+
+# Other configurations
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param(
+            {
+                "zero_optimization": {"stage": 2},
+                "gradient_accumulation_steps": 3,
+                "gradient_clipping": 1.0,
+                "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": 2}},
+            },
+            id="stage 2, accumulation, clipping, scheduler",
+        ),
+        pytest.param({"zero_optimization": {"stage": 1}, "optimizer": None}, id="stage 1, no optimizer"),
+        pytest.param({"zero_optimization": None, "bf16": None}, id="stage 0, fp32"),
+        pytest.param(
+            {"bf16": None, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, id="stage 3, torch_autocast"
+        ),
+    ],
+)
+def test_any_deepspeed_configuration_trains(changes, tmp_path):
+    monitor = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path / "monitor"), "job_name": "job"}}
+    config = write_config(tmp_path / "a config.json", **changes, **monitor)
+    result = train(*TINY, "--deepspeed_config", config, "--activation_checkpointing", "--learning_rate", "1e-2")
+    assert result.returncode == 0, result.stderr[-3000:]
+    summary = summary_of(result.stdout)
+    assert summary["config"] == str(config)
+    assert summary["gradient_accumulation_steps"] == changes.get("gradient_accumulation_steps", 1)
+    first, last = (float(loss) for loss in re.findall(r"^Step (?:0|5): loss=([\d.]+)", result.stdout, re.M))
+    assert abs(first - 6.3) < 0.4 and last < 7.5  # log(512) = 6.24
+    rates = (tmp_path / "monitor" / "job" / "Train_Samples_lr.csv").read_text().split()
+    assert len(rates) == 6 + 1  # a header, and one row an optimizer step
+
+
+def test_fewer_steps_than_warm_up_still_measure_and_say_so(tmp_path):
+    result = train(*TINY, "--deepspeed_config", "configs/baseline.json", "--num_steps", 2, "--warmup_steps", 9)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert "the last one is timed" in result.stdout
+    assert summary_of(result.stdout)["avg_step_time"] > 0
+
+
+# Failures
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (None, "No such file"),
+        ('{"bf16": {"enabled": true},}', "line 1 column"),
+        ("[1, 2]", "expected a JSON object"),
+        ('{"bf16": {"enabled": true, "bf16_optimizer_states": true}, "zero_optimization": {"stage": 3}}', "requires"),
+    ],
+)
+def test_a_configuration_that_cannot_work_is_one_line(content, expected, tmp_path):
+    config = tmp_path / "config.json"
+    if content is not None:
+        config.write_text(content)
+    result = train(*TINY, "--deepspeed_config", config)
+    errors = [line for line in result.stderr.splitlines() if "Error" in line or "error" in line or "Traceback" in line]
+    assert result.returncode == 2
+    assert len(errors) == 1 and expected in errors[0] and str(config) in errors[0], result.stderr
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_at_its_step(tmp_path):
+    options = ["--deepspeed_config", "configs/baseline.json", "--loss_log_file", tmp_path / "loss.csv"]
+    result = train(*TINY, *options, "--learning_rate", "1e38", "--num_steps", 50)
+    assert result.returncode == 1
+    error = result.stderr.splitlines()[-1]
+    step = int(re.fullmatch(r"train.py: error: the loss is (?:nan|inf) at step (\d+);.*", error)[1])
+    assert "SUMMARY:" not in result.stdout
+    assert (tmp_path / "loss.csv").read_text().splitlines()[-1].startswith(f"{step},")
+
+
+def test_a_config_that_fails_is_named_and_does_not_stop_the_others(tmp_path):
+    broken = tmp_path / "broken.json"
+    broken.write_text('{"zero_optimization": {"stage": 7}}')
+    result = run("./run_all.sh", "--configs", f"{broken} configs/baseline.json", "--log_dir", tmp_path / "logs", *TINY)
+    assert result.returncode == 1
+    assert "FAILED: broken;" in result.stderr
+    assert gather_memory.parse_summary_line((tmp_path / "logs" / "baseline.log").read_text())
+    assert "broken.log has no whole SUMMARY line" in (tmp_path / "logs" / "summary.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--num_gpus", "0"], ["--configs", "missing.json"], ["--log_dir", "/proc/no"], ["--num_gpus"], ["--configs", ""]],
+)
+def test_a_bad_option_of_the_sweep_is_one_line(options):
+    result = run("./run_all.sh", *options)
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1), result.stderr
+
+
+def processes_of(marker):
+    found = subprocess.run(["pgrep", "-f", marker], capture_output=True, text=True).stdout.split()
+    return [pid for pid in found if Path(f"/proc/{pid}").exists()]
+
+
+def wait_until(condition, timeout_s=120):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+def test_a_killed_run_keeps_the_losses_it_had(tmp_path):
+    loss_file = tmp_path / "loss.csv"
+    options = [*TINY, "--deepspeed_config", "configs/baseline.json", "--num_steps", "100000"]
+    command = [sys.executable, "train.py", *options, "--loss_log_file", str(loss_file)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        wait_until(lambda: loss_file.exists() and loss_file.read_text().count("\n") > 5)
+    finally:
+        process.kill()
+        process.wait()
+    assert len(losses_of(loss_file)) >= 5
+
+
+def test_ctrl_c_ends_the_sweep_and_all_its_processes(tmp_path):
+    log = tmp_path / "logs" / "baseline.log"
+    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    command = ["./run_all.sh", "--log_dir", str(log.parent), *TINY, "--num_steps", "100000", "--num_gpus", "2"]
+    sweep = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        wait_until(lambda: log.exists() and "Step 2:" in log.read_text())
+        assert len(processes_of(str(log.parent))) > 2
+        sweep.send_signal(signal.SIGINT)
+        assert sweep.wait(timeout=30) == 130
+        assert not processes_of(str(log.parent))
+    finally:
+        sweep.kill()

@@ -1,0 +1,275 @@
+"""gather_memory.py: what it makes of lines, of logs as launchers leave them, and of folders."""
+
+import ast
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, run
+from hypothesis import given
+from hypothesis import strategies as st
+
+import gather_memory
+from gather_memory import format_bytes, format_bytes_mb, get_config_name, parse_summary_line
+
+BASELINE = (
+    "SUMMARY: config=configs/baseline.json params=254128976 peak_mem_bytes=6269259264 "
+    "alloc_mem_bytes=4441586688 avg_step_time=0.1637"
+)
+FULL = (
+    "SUMMARY: config=configs/bf16_full.json params=254128976 peak_mem_bytes=3035000000 "
+    "alloc_mem_bytes=2630000000 avg_step_time=0.0720"
+)
+
+
+def gather(log_dir, monkeypatch, capsys, *options):
+    """main() in this process: (return code, stdout, stderr)."""
+    monkeypatch.setattr(sys, "argv", ["gather_memory.py", "--log_dir", str(log_dir), *map(str, options)])
+    code = gather_memory.main()
+    output = capsys.readouterr()
+    return code, output.out, output.err
+
+
+def write_logs(folder, **logs):
+    for name, content in logs.items():
+        (folder / f"{name}.log").write_bytes(content if isinstance(content, bytes) else content.encode())
+    return folder
+
+
+def row(report, name):
+    """The text table's row of the configuration `name`, its cells joined by one space."""
+    lines = [line for line in report.splitlines() if line.startswith(get_config_name(name))]
+    return " ".join(lines[0].split())
+
+
+# The line
+
+
+def test_the_documented_line_gives_exactly_its_five_keys():
+    line = (
+        "SUMMARY: config=baseline params=110000000 peak_mem_bytes=4294967296 alloc_mem_bytes=2147483648 "
+        "avg_step_time=0.5432"
+    )
+    assert parse_summary_line(line) == {
+        "config": "baseline",
+        "params": 110000000,
+        "peak_mem_bytes": 4294967296,
+        "alloc_mem_bytes": 2147483648,
+        "avg_step_time": 0.5432,
+    }
+
+
+def test_further_fields_are_kept_with_their_types():
+    summary = parse_summary_line(BASELINE + " world_size=2 tokens_per_second=10.5 memory=device_allocator\n")
+    assert (summary["world_size"], summary["tokens_per_second"], summary["memory"]) == (2, 10.5, "device_allocator")
+
+
+def test_what_launchers_put_around_the_line_does_not_matter():
+    line = f"worker-2: 50%|##### | \x1b[32m{FULL.replace('0.0720', '7.2e-02')}\x1b[0m  100%|####| 20/20\r\n"
+    assert parse_summary_line(line)["avg_step_time"] == pytest.approx(0.072)
+
+
+def test_a_config_path_with_spaces_survives():
+    assert parse_summary_line(BASELINE.replace("configs/", "my%20configs/"))["config"] == "my configs/baseline.json"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "Step 0: loss=10.99",
+        "SUMMARY:",
+        BASELINE.rsplit(" ", 1)[0],
+        BASELINE[: BASELINE.index(" alloc")] + "00",
+        BASELINE.replace("=0.1637", "="),
+        BASELINE.replace("0.1637", "nan"),
+        BASELINE.replace("0.1637", "inf"),
+        BASELINE.replace("0.1637", "1e999"),
+        BASELINE.replace("0.1637", "-0.1"),
+        BASELINE.replace("254128976", "0"),
+        BASELINE.replace("254128976", "-5"),
+        BASELINE.replace("6269259264", "6.2e9"),
+        BASELINE.replace("6269259264", "9" * 5000),
+        BASELINE.replace("params=", "config=x params="),
+    ],
+)
+def test_what_is_not_a_whole_sane_summary_is_none(line):
+    assert parse_summary_line(line) is None
+
+
+@given(st.text())
+def test_no_line_crashes_the_parser(text):
+    parse_summary_line(text)
+    parse_summary_line("SUMMARY: " + text)
+    parse_summary_line(BASELINE + text)
+
+
+@given(st.dictionaries(st.sampled_from(["config", *gather_memory.INTEGER_KEYS, "avg_step_time"]), st.text(min_size=1)))
+def test_no_value_crashes_the_parser(fields):
+    summary = parse_summary_line("SUMMARY: " + " ".join(f"{key}={value}" for key, value in fields.items()))
+    assert summary is None or all(summary[key] >= 0 for key in gather_memory.INTEGER_KEYS)
+
+
+# Names and units
+
+
+def test_units_are_powers_of_1024():
+    assert format_bytes(4294967296) == "4.00 GB"
+    assert format_bytes_mb(4294967296) == "4096.0 MB"
+
+
+def test_known_configurations_have_a_descriptive_name_and_others_their_stem():
+    assert "FP32 master" in get_config_name("configs/baseline.json") == get_config_name("baseline")
+    assert get_config_name("/a b/my_config.json") == "my_config"
+    assert get_config_name("C:\\configs\\other.json") == "other"
+    names = {get_config_name(path.name) for path in (ROOT / "configs").glob("*.json")}
+    assert len(names) == len(list((ROOT / "configs").glob("*.json")))
+
+
+# Logs
+
+
+def test_a_comparison_shows_both_reductions_and_the_step_time(tmp_path, monkeypatch, capsys):
+    write_logs(tmp_path, bf16_full=FULL + "\n", baseline=BASELINE + "\n", another=FULL.replace("bf16_full", "another"))
+    code, report, _ = gather(tmp_path, monkeypatch, capsys)
+    assert code == 0
+    assert row(report, "baseline").endswith("5.84 GB (baseline) 4.14 GB (baseline) 0.1637 s")
+    assert row(report, "bf16_full").endswith("2.83 GB 51.6% 2.45 GB 40.8% 0.0720 s")
+    assert f"| {get_config_name('bf16_full')} | 2.83 GB | 51.6% | 2.45 GB | 40.8% | 0.0720 s |" in report
+    assert "5.84 GB = 5978.8 MB = 6269259264 bytes" in report
+    order = [report.index(f"Log:                 {name}.log") for name in ("baseline", "bf16_full", "another")]
+    assert order == sorted(order)
+    assert (tmp_path / "summary.txt").read_text() == report
+
+
+def test_more_memory_than_the_baseline_is_said_in_a_word(tmp_path, monkeypatch, capsys):
+    write_logs(tmp_path, baseline=FULL, bf16_full=BASELINE)
+    _, report, _ = gather(tmp_path, monkeypatch, capsys)
+    assert "-106.6% (MORE than baseline)" in report
+
+
+def test_messy_logs_are_read(tmp_path, monkeypatch, capsys):
+    bar = b"  0%|          | 0/20 [00:00<?, ?it/s]\r 50%|#####     | 10/20 [00:01<00:01]\r"
+    write_logs(
+        tmp_path,
+        baseline=b"[2026-01-05] [INFO] [launch.py] nnodes=1\r\n" + bar + BASELINE.encode() + b"\r\n",
+        bf16_full=b"worker-2: caf\xe9 \xff\xfe not utf-8\nworker-2: \x1b[32m" + FULL.encode() + b"\x1b[0m\n",
+    )
+    code, report, _ = gather(tmp_path, monkeypatch, capsys)
+    assert code == 0
+    assert "51.6%" in row(report, "bf16_full")
+
+
+def test_a_log_cut_off_by_a_crash_is_shown_as_failed(tmp_path, monkeypatch, capsys):
+    write_logs(tmp_path, baseline=BASELINE, bf16_full="Step 0: loss=10.99\n" + FULL[:90])
+    code, report, _ = gather(tmp_path, monkeypatch, capsys)
+    assert code == 0
+    assert "FAILED" in row(report, "bf16_full")
+    assert "bf16_full.log has no whole SUMMARY line" in report
+
+
+def test_without_a_baseline_reductions_are_not_made_up(tmp_path, monkeypatch, capsys):
+    write_logs(tmp_path, bf16_full=FULL)
+    code, report, _ = gather(tmp_path, monkeypatch, capsys)
+    assert code == 0
+    assert row(report, "bf16_full").endswith("2.83 GB n/a 2.45 GB n/a 0.0720 s")
+    assert "There is no baseline" in report
+
+
+def test_plain_lines_of_several_ranks_are_merged_to_highest_memory_and_slowest_time(tmp_path, monkeypatch, capsys):
+    other_rank = BASELINE.replace("6269259264", "7269259264").replace("0.1637", "0.1000")
+    write_logs(tmp_path, baseline=f"{other_rank}\n{BASELINE}\n")
+    _, report, _ = gather(tmp_path, monkeypatch, capsys)
+    assert "6.77 GB" in row(report, "baseline") and "0.1637 s" in row(report, "baseline")
+
+
+def test_a_line_with_world_size_is_already_merged_and_the_last_one_counts(tmp_path, monkeypatch, capsys):
+    first = BASELINE.replace("6269259264", "7269259264") + " world_size=2"
+    write_logs(tmp_path, baseline=f"{first}\n{BASELINE} world_size=2\n{first[:-13]}\n")
+    _, report, _ = gather(tmp_path, monkeypatch, capsys)
+    assert "5.84 GB" in row(report, "baseline")
+
+
+def test_rows_that_are_not_like_for_like_are_named(tmp_path, monkeypatch, capsys):
+    write_logs(tmp_path, baseline=BASELINE + " world_size=1", bf16_full=FULL + " world_size=2")
+    _, report, _ = gather(tmp_path, monkeypatch, capsys)
+    assert "WARNING: not like for like: world_size differs (1, 2)." in report
+
+
+def test_a_name_cannot_break_the_markdown_table(tmp_path, monkeypatch, capsys):
+    write_logs(tmp_path, baseline=BASELINE, bf16_full=FULL.replace("configs/bf16_full", "a|b<i>`"))
+    _, report, _ = gather(tmp_path, monkeypatch, capsys)
+    assert r"| a\|b&lt;i&gt;\` | 2.83 GB |" in report
+
+
+def test_a_run_without_a_measured_time_shows_no_zero(tmp_path, monkeypatch, capsys):
+    write_logs(tmp_path, baseline=BASELINE.replace("0.1637", "0.0000"))
+    _, report, _ = gather(tmp_path, monkeypatch, capsys)
+    assert row(report, "baseline").endswith("n/a (none measured)")
+
+
+@pytest.mark.parametrize("gap", [0, 1, 7, 8, 9, 100])
+def test_a_line_across_the_chunks_of_reading_is_found(tmp_path, monkeypatch, capsys, gap):
+    padding = b"Y" * (gather_memory.CHUNK_BYTES - gap)
+    write_logs(tmp_path, baseline=padding + BASELINE.encode() + b"\n" + padding)
+    code, report, _ = gather(tmp_path, monkeypatch, capsys)
+    assert code == 0 and "5.84 GB" in row(report, "baseline")
+
+
+def test_a_log_of_1_gb_is_read_in_constant_memory(tmp_path):
+    with open(tmp_path / "baseline.log", "wb") as log:
+        log.truncate(1024**3)  # a sparse file: one line of 1 GB
+        log.seek(0, 2)
+        log.write(b"\n" + BASELINE.encode() + b"\n")
+    command = f"ulimit -v 200000; exec {sys.executable} {ROOT}/gather_memory.py --log_dir {tmp_path}"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert "5.84 GB" in result.stdout
+
+
+# Folders and files
+
+
+def test_errors_are_one_line_on_stderr_and_return_1(tmp_path, monkeypatch, capsys):
+    for folder in (tmp_path / "missing", tmp_path):
+        code, out, err = gather(folder, monkeypatch, capsys)
+        assert (code, out, err.count("\n")) == (1, "", 1), err
+    write_logs(tmp_path, baseline="no summary here")
+    code, _, err = gather(tmp_path, monkeypatch, capsys)
+    assert code == 1 and "baseline.log" in err
+    write_logs(tmp_path, baseline=BASELINE)
+    code, _, err = gather(tmp_path, monkeypatch, capsys, "--output", "/proc/nowhere/summary.txt")
+    assert code == 1 and err.count("\n") == 1
+
+
+def test_the_report_goes_to_output_with_its_folders_made_and_nothing_else_left(tmp_path, monkeypatch, capsys):
+    write_logs(tmp_path, baseline=BASELINE)
+    output = tmp_path / "a" / "b" / "comparison.txt"
+    code, report, _ = gather(tmp_path, monkeypatch, capsys, "--output", output)
+    assert code == 0
+    assert output.read_text() == report
+    assert [path.name for path in output.parent.iterdir()] == [output.name]
+    assert not (tmp_path / "summary.txt").exists()
+
+
+def test_it_imports_only_the_standard_library_at_start():
+    tree = ast.parse((ROOT / "gather_memory.py").read_text())
+    imported = {alias.name.split(".")[0] for node in tree.body if isinstance(node, ast.Import) for alias in node.names}
+    imported |= {node.module.split(".")[0] for node in tree.body if isinstance(node, ast.ImportFrom)}
+    assert imported <= sys.stdlib_module_names
+
+
+def test_after_pip_install_the_documented_import_works(tmp_path):
+    import shutil
+
+    source = tmp_path / "source"
+    skip = shutil.ignore_patterns(".*", "logs", "results", "build", "*.egg-info", "__pycache__")
+    shutil.copytree(ROOT, source, ignore=skip)
+    installed = run(sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", tmp_path / "site", source)
+    assert installed.returncode == 0, installed.stderr
+    code = (
+        "from training.bf16_master_weight.gather_memory import parse_summary_line, format_bytes, main\n"
+        f"print(parse_summary_line({BASELINE!r})['params'])"
+    )
+    result = run(sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH=str(tmp_path / "site"))
+    assert result.stdout.strip() == "254128976", result.stderr

@@ -1,0 +1,335 @@
+"""The model and the functions of train.py that need no launcher."""
+
+import inspect
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import TINY
+
+import train
+from train import SimpleTransformerBlock, SimpleTransformerModel
+
+SIZES = {"vocab_size": 101, "hidden_dim": 32, "num_layers": 2, "num_heads": 4, "max_seq_len": 16}
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return SimpleTransformerModel(**SIZES)
+
+
+@pytest.fixture
+def input_ids():
+    return torch.randint(101, (3, 16), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """Make the loss work through several slices of the vocabulary, the last of them shorter."""
+    monkeypatch.setattr(train, "LOGITS_CHUNK_ELEMENTS", 1)
+    monkeypatch.setattr(train, "MIN_VOCAB_CHUNK", 30)
+
+
+def plain_loss(model, input_ids, labels):
+    """The model's equations written plainly: attention with its matrix, all logits, PyTorch's own layers."""
+    x = model.token_embedding(input_ids) + model.position_embedding(torch.arange(input_ids.shape[1]))
+    mask = torch.nn.Transformer.generate_square_subsequent_mask(input_ids.shape[1], dtype=x.dtype)
+    for layer in model.layers:
+        attention = torch.nn.MultiheadAttention.forward(layer.attention, x, x, x, attn_mask=mask)[0]
+        x = layer.norm1(x + attention)
+        x = layer.norm2(x + layer.contract(F.gelu(layer.expand(x))))
+    logits = F.linear(x, model.output_projection.weight, model.output_projection.bias).float()
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def gradients(model, loss):
+    model.zero_grad()
+    loss.backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+# Contract
+
+
+def test_parameter_counts_are_the_published_ones():
+    with torch.device("meta"):
+        assert train.count_parameters(SimpleTransformerModel()) == (254_128_976, 254_128_976)
+        large = SimpleTransformerModel(hidden_dim=4096, num_layers=32, num_heads=32)
+    large.position_embedding.weight.requires_grad = False
+    assert train.count_parameters(large) == (6_855_902_032, 6_855_902_032 - 512 * 4096)
+
+
+def test_signatures_are_the_documented_ones():
+    assert str(inspect.signature(SimpleTransformerBlock)) == "(hidden_dim, num_heads=8, ff_dim=None)"
+    expected = "(vocab_size=50000, hidden_dim=1024, num_layers=12, num_heads=16, max_seq_len=512)"
+    assert str(inspect.signature(SimpleTransformerModel)) == expected
+    data = list(inspect.signature(train.load_wikitext_data).parameters)
+    assert data[:5] == ["tokenizer_name", "seq_length", "batch_size", "world_size", "rank"]
+    for function in (train.get_args, train.get_memory_stats, train.main):
+        assert not inspect.signature(function).parameters
+    assert isinstance(SimpleTransformerBlock(32).attention, torch.nn.MultiheadAttention)
+    assert SimpleTransformerBlock(32, ff_dim=7).expand.out_features == 7
+
+
+def test_defaults_are_the_documented_ones(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["train.py", "--deepspeed_config", "c.json"])
+    args = vars(train.get_args())
+    expected = dict(hidden_dim=1024, num_layers=12, num_heads=16, vocab_size=50000, batch_size=4, seq_length=512)
+    expected |= dict(num_steps=20, activation_checkpointing=False, use_real_data=False, loss_log_file=None)
+    expected |= dict(warmup_steps=5, log_interval=5, seed=42, learning_rate=None, deepspeed_config="c.json")
+    assert expected.items() <= args.items()
+
+
+def test_memory_is_formatted_in_units_of_1024():
+    assert train.format_memory(4 * 1024**3) == "4.00 GB"
+
+
+def test_memory_stats_are_integer_bytes_and_the_peak_remembers_what_was_freed():
+    before = train.get_memory_stats()
+    assert set(before) == {"allocated", "reserved", "peak"}
+    assert all(isinstance(value, int) and value > 0 for value in before.values())
+    tensor = torch.ones(200 * 2**20, dtype=torch.uint8)
+    held = train.get_memory_stats()
+    assert held["allocated"] > before["allocated"] + 150 * 2**20
+    del tensor
+    assert train.get_memory_stats()["peak"] > held["allocated"] - 2**20  # the kernel's counters are that exact
+
+
+# Results
+
+
+def test_logits_have_the_documented_shape_and_are_causal(model, input_ids):
+    logits = model(input_ids)
+    assert logits.shape == (3, 16, 101)
+    changed = input_ids.clone()
+    changed[:, 9:] = (changed[:, 9:] + 1) % 101
+    assert torch.equal(model(changed)[:, :9], logits[:, :9])
+    assert not torch.equal(model(changed)[:, 9:], logits[:, 9:])
+
+
+def test_the_loss_and_all_gradients_equal_a_plain_implementation(model, input_ids, small_chunks):
+    labels = input_ids.clone()
+    labels[0, 3:9] = -100
+    loss = model(input_ids, labels)
+    assert loss.dtype == torch.float32 and loss.shape == ()
+    plain = plain_loss(model, input_ids, labels)
+    torch.testing.assert_close(loss, plain, rtol=1e-6, atol=0)
+    ours, plains = gradients(model, loss), gradients(model, plain)
+    for name in ours:
+        torch.testing.assert_close(ours[name], plains[name], rtol=1e-4, atol=1e-7, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_the_loss_scales_its_gradient(model, input_ids):
+    once, thrice = gradients(model, model(input_ids, input_ids)), gradients(model, 3 * model(input_ids, input_ids))
+    torch.testing.assert_close(thrice["layers.0.expand.weight"], 3 * once["layers.0.expand.weight"])
+
+
+def test_the_loss_is_the_mean_of_the_next_tokens_of_the_logits(model, input_ids):
+    log_probabilities = model(input_ids).log_softmax(-1)[:, :-1]
+    expected = -log_probabilities.gather(-1, input_ids[:, 1:, None]).mean()
+    torch.testing.assert_close(model(input_ids, input_ids), expected, rtol=1e-6, atol=0)
+
+
+def test_bf16_loss_matches_the_plain_bf16_loss(model, input_ids, small_chunks):
+    model.bfloat16()
+    ours, plain = model(input_ids, input_ids), plain_loss(model, input_ids, input_ids)
+    assert ours.dtype == torch.float32
+    torch.testing.assert_close(ours, plain, rtol=5e-3, atol=0)
+
+
+def test_autocast_dtype_reaches_forward_loss_and_backward(model, input_ids):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert model(input_ids).dtype == torch.bfloat16
+        loss, plain = model(input_ids, input_ids), plain_loss(model, input_ids, input_ids)
+    torch.testing.assert_close(loss, plain, rtol=5e-3, atol=0)
+    ours, plains = gradients(model, loss), gradients(model, plain)
+    for name in ours:
+        assert ours[name].dtype == torch.float32
+        error = (ours[name] - plains[name]).norm() / plains[name].norm()
+        assert error < 0.05 or plains[name].norm() < 1e-3, f"{name}: {error}"
+
+
+def test_activation_checkpointing_changes_no_bit_of_the_results(model, input_ids):
+    loss = model(input_ids, input_ids)
+    without = gradients(model, loss)
+    model.enable_activation_checkpointing()
+    again = model(input_ids, input_ids)
+    assert torch.equal(loss, again)
+    with_it = gradients(model, again)
+    assert all(torch.equal(without[name], with_it[name]) for name in without)
+
+
+def test_activation_checkpointing_keeps_fewer_activations(model, input_ids):
+    def saved_elements():
+        storages = {}
+
+        def pack(tensor):
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = model(input_ids, input_ids)
+        del loss
+        return sum(storages.values())
+
+    without = saved_elements()
+    model.enable_activation_checkpointing()
+    assert saved_elements() < 0.7 * without
+
+
+# Refusals
+
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("size", [0, -1])
+def test_sizes_below_1_are_refused(name, size):
+    with pytest.raises(ValueError, match=name):
+        SimpleTransformerModel(**{**SIZES, name: size})
+
+
+def test_heads_that_do_not_divide_hidden_are_refused():
+    with pytest.raises(ValueError, match="num_heads 5 does not divide hidden_dim 32"):
+        SimpleTransformerBlock(32, num_heads=5)
+
+
+def test_a_sequence_longer_than_the_model_is_refused(model):
+    with pytest.raises(ValueError, match="17 tokens is longer than max_seq_len 16"):
+        model(torch.zeros(1, 17, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--hidden_dim", "0"],
+        ["--num_steps", "1.5"],
+        ["--hidden_dim", "64", "--num_heads", "5"],
+        ["--seq_length", "1"],
+        ["--learning_rate", "nan"],
+        ["--learning_rate", "-1"],
+        ["--warmup_steps", "-1"],
+        ["--no_such_option"],
+    ],
+)
+def test_a_bad_option_is_one_line_on_stderr(options, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["train.py", "--deepspeed_config", "c.json", *options])
+    with pytest.raises(SystemExit) as stop:
+        train.get_args()
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.count("\n") == 1 and error.startswith("train.py: error: "), error
+
+
+# The DeepSpeed configuration
+
+
+def complete(config, monkeypatch, *options, world_size=1):
+    monkeypatch.setattr("sys.argv", ["train.py", "--deepspeed_config", "c.json", *TINY, *options])
+    return train.complete_config(config, train.get_args(), world_size)
+
+
+def test_what_deepspeed_believes_is_what_is_fed(monkeypatch):
+    config = {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 3, "optimizer": {"type": "Adam"}}
+    completed, notices = complete(config, monkeypatch, world_size=2)
+    assert completed["train_micro_batch_size_per_gpu"] == 2
+    assert completed["train_batch_size"] == 2 * 3 * 2
+    assert len(notices) == 1 and "train_micro_batch_size_per_gpu" in notices[0] and "8" in notices[0]
+    assert config["train_micro_batch_size_per_gpu"] == 8
+
+
+def test_a_global_batch_alone_gives_the_accumulation(monkeypatch):
+    completed, notices = complete({"train_batch_size": 16, "optimizer": {"type": "Adam"}}, monkeypatch, world_size=2)
+    assert completed["gradient_accumulation_steps"] == 4 and not notices
+
+
+def test_the_learning_rate_is_the_jsons_unless_given(monkeypatch):
+    config = {"optimizer": {"type": "AdamW", "params": {"lr": 3e-4}}}
+    assert complete(config, monkeypatch)[0]["optimizer"]["params"]["lr"] == 3e-4
+    assert complete(config, monkeypatch, "--learning_rate", "1e-5")[0]["optimizer"]["params"]["lr"] == 1e-5
+
+
+def test_auto_is_filled_in_as_hugging_face_does(monkeypatch):
+    config = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "train_batch_size": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto"}},
+        "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_max_lr": "auto", "total_num_steps": "auto"}},
+        "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"},
+    }
+    completed, notices = complete(config, monkeypatch, "--learning_rate", "2e-4")
+    assert '"auto"' not in str(completed).replace("'", '"') and not notices
+    assert completed["scheduler"]["params"] == {"warmup_max_lr": 2e-4, "total_num_steps": 6}
+    assert completed["zero_optimization"]["reduce_bucket_size"] == 64 * 64
+
+
+def test_auto_where_nobody_knows_a_value_is_refused_by_name(monkeypatch, capsys):
+    with pytest.raises(SystemExit):
+        complete({"steps_per_print": "auto"}, monkeypatch)
+    assert "steps_per_print" in capsys.readouterr().err
+
+
+def test_published_configurations_differ_only_in_what_is_compared():
+    configs = {name: train.load_deepspeed_config(f"configs/{name}.json") for name in ("baseline", "bf16_master_wg")}
+    configs["bf16_full"] = train.load_deepspeed_config("configs/bf16_full.json")
+    for config in configs.values():
+        assert config["zero_optimization"]["stage"] == 3 and config["optimizer"]["type"] == "AdamW"
+    wg, full = configs["bf16_master_wg"], configs["bf16_full"]
+    assert wg["bf16"].pop("bf16_master_weights_and_grads") and full["bf16"].pop("bf16_master_weights_and_grads")
+    assert full["bf16"].pop("bf16_optimizer_states")
+    assert wg["zero_optimization"].pop("offload_optimizer")["device"] == "cpu"
+    assert configs["baseline"] == wg == full
+
+
+# Data
+
+
+def test_text_is_packed_without_padding_so_that_every_token_counts_once(text_and_tokenizer):
+    text, tokenizer = text_and_tokenizer
+    loader, vocab_size = train.load_wikitext_data(str(tokenizer), 32, 2, 1, 0, str(text))
+    words = (text / "a.txt").read_text().split()
+    expected = torch.tensor([int(word.removeprefix("word")) + 1 for word in words])
+    packed = {tuple(row.tolist()) for row in expected[: len(expected) // 32 * 32].view(-1, 32)}
+    seen = [tuple(row.tolist()) for batch in loader for row in batch]
+    assert len(seen) == len(set(seen)) == len(packed) // 2 * 2 and set(seen) <= packed
+    assert vocab_size == 128  # 70 entries, padded to a multiple of 64
+
+
+def test_ranks_draw_different_sequences_and_epochs_another_order(text_and_tokenizer):
+    text, tokenizer = text_and_tokenizer
+    loaders = [train.load_wikitext_data(str(tokenizer), 32, 2, 2, rank, str(text / "a.txt"))[0] for rank in (0, 1)]
+    first, second = ({tuple(row.tolist()) for batch in loader for row in batch} for loader in loaders)
+    assert not first & second
+    batches = train.endless(loaders[0])
+    epochs = [[next(batches).tolist() for _ in range(len(loaders[0]))] for _ in range(2)]
+    assert epochs[0] != epochs[1]
+
+
+def test_random_tokens_differ_between_ranks_and_repeat_with_the_seed():
+    batch = [next(train.random_batches(1000, 8, 2, seed, rank)).tolist() for seed, rank in ((1, 0), (1, 1), (1, 0))]
+    assert batch[0] != batch[1] and batch[0] == batch[2]
+
+
+def test_a_text_too_short_is_refused_with_what_is_needed(text_and_tokenizer):
+    text, tokenizer = text_and_tokenizer
+    with pytest.raises(ValueError, match="too short"):
+        train.load_wikitext_data(str(tokenizer), 512, 8, 2, 0, str(text))
+
+
+def test_without_network_the_error_names_the_offline_way(text_and_tokenizer, tmp_path):
+    with pytest.raises(ValueError, match="--dataset TEXT_FILE_OR_FOLDER --tokenizer FOLDER"):
+        train.load_wikitext_data(str(tmp_path / "no_tokenizer"), 32, 2, 1, 0, str(text_and_tokenizer[0]))
+    with pytest.raises(ValueError, match=r"no \*.txt"):
+        train.load_wikitext_data(str(text_and_tokenizer[1]), 32, 2, 1, 0, str(tmp_path))
+
+
+def test_the_summary_line_survives_a_path_with_spaces():
+    from gather_memory import parse_summary_line
+
+    fields = dict(params=1, peak_mem_bytes=2, alloc_mem_bytes=3, avg_step_time="0.5000", world_size=4)
+    line = train.summary_line("my configs/100%\u2003b.json", **fields)
+    assert line.startswith("SUMMARY: config=my%20configs/") and line.count(" ") == len(fields) + 1
+    assert parse_summary_line(line)["config"] == "my configs/100%\u2003b.json"
+    assert math.isclose(parse_summary_line(line)["avg_step_time"], 0.5)
