@@ -215,10 +215,7 @@ def complete_config(config, args, world_size):
 # ---------------------------------------------------------------------------------------------------
 
 
-def compute_dtype(tensor):
-    """The dtype in which a matrix product of `tensor` runs here: autocast's where it is on, else the tensor's own."""
-    device = tensor.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensor.dtype
+plain_linear = F.linear  # PyTorch's own, before zero.Init puts a slower one in its place
 
 
 class LeanLinear(torch.autograd.Function):
@@ -232,24 +229,21 @@ class LeanLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, gelu=False):
         """x (..., in), weight (out, in), bias (out) -> (..., out)."""
-        ctx.gelu, ctx.dtype = gelu, compute_dtype(weight)
+        ctx.gelu = gelu
         ctx.save_for_backward(x, weight, bias)
-        rows = LeanLinear.rows(ctx, x)
-        return torch.addmm(bias.to(ctx.dtype), rows, weight.to(ctx.dtype).t()).view(*x.shape[:-1], -1)
-
-    @staticmethod
-    def rows(ctx, x):
-        return (F.gelu(x) if ctx.gelu else x).flatten(0, -2).to(ctx.dtype)
+        return plain_linear(F.gelu(x) if gelu else x, weight, bias)
 
     @staticmethod
     def backward(ctx, grad_output):
         x, weight, bias = ctx.saved_tensors
         grad_output = grad_output.flatten(0, -2)
-        grad_weight = grad_output.t() @ LeanLinear.rows(ctx, x)
-        grad_bias = grad_output.t() @ grad_output.new_ones(grad_output.shape[0])
-        grad_x = (grad_output @ weight.to(ctx.dtype)).view_as(x)
+        dtype = grad_output.dtype  # autocast's where it was on in the forward
+        rows = (F.gelu(x) if ctx.gelu else x).flatten(0, -2).to(dtype)
+        grad_weight = grad_output.t() @ rows
+        grad_bias = grad_output.t() @ grad_output.new_ones(rows.shape[0])
+        grad_x = (grad_output @ weight.to(dtype)).view_as(x)
         if ctx.gelu:
-            grad_x = torch.ops.aten.gelu_backward(grad_x, x.to(ctx.dtype))
+            grad_x = torch.ops.aten.gelu_backward(grad_x, x)
         return grad_x.to(x.dtype), grad_weight.to(weight.dtype), grad_bias.to(bias.dtype), None
 
 
@@ -327,7 +321,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, labels):
         """hidden (tokens, hidden), weight (vocab, hidden), bias (vocab), labels (tokens) -> fp32 scalar."""
-        ctx.dtype = compute_dtype(weight)
+        device = hidden.device.type
+        ctx.dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
         states = hidden.to(ctx.dtype)
         log_sum_exp = torch.full(labels.shape, -math.inf, dtype=torch.float32, device=hidden.device)
         label_logit = torch.zeros_like(log_sum_exp)
