@@ -21,7 +21,7 @@ CONFIG_NAMES = {
 }
 INTEGER_KEYS = ("params", "peak_mem_bytes", "alloc_mem_bytes")
 REQUIRED_KEYS = ("config", *INTEGER_KEYS, "avg_step_time")
-# Fields in which rows may differ only if they are not to be compared.
+# A row that differs from its baseline in one of these is not to be compared with it.
 LIKE_FOR_LIKE_KEYS = ("params", "world_size", "batch_size", "seq_length", "activation_checkpointing", "memory")
 
 MARKER = b"SUMMARY:"
@@ -281,10 +281,12 @@ def notes(results):
         lines.append(f"FAILED: {log} has no whole SUMMARY line; the run crashed or was killed before its end.")
     if any(baseline_of(summary, results) is None for summary in good):
         lines.append("There is no baseline (no whole SUMMARY line in a baseline.log), so reductions cannot be given.")
-    for key in LIKE_FOR_LIKE_KEYS:
-        values = list(dict.fromkeys(summary[key] for summary in good if key in summary))
-        if len(values) > 1:
-            lines.append(f"WARNING: not like for like: {key} differs ({', '.join(map(str, values))}).")
+    for log, summary in results.items():
+        baseline = summary and baseline_of(summary, results)
+        for key in LIKE_FOR_LIKE_KEYS if baseline else ():
+            if key in summary and key in baseline and summary[key] != baseline[key]:
+                difference = f"{key} is {summary[key]}, the baseline's {baseline[key]}"
+                lines.append(f"WARNING: {row_name(log, results)} is not like for like: {difference}.")
     return lines
 
 
@@ -316,11 +318,16 @@ def read_logs(log_dir):
 
 
 def write_whole(path, text):
-    """Write a file whole or not at all; its folders are made."""
+    """Write a file whole or not at all; its folders are made, links are followed, devices such as /dev/null kept."""
+    path = path.resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
+    data = text.encode("utf-8", errors="backslashreplace")
+    if path.exists() and not path.is_file():
+        path.write_bytes(data)
+        return
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
+        temporary.write_bytes(data)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

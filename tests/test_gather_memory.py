@@ -1,6 +1,7 @@
 """gather_memory.py: what it makes of lines, of logs as launchers leave them, and of folders."""
 
 import ast
+import os
 import subprocess
 import sys
 
@@ -193,7 +194,18 @@ def test_a_line_with_world_size_is_already_merged_and_the_last_one_counts(tmp_pa
 def test_rows_that_are_not_like_for_like_are_named(tmp_path, monkeypatch, capsys):
     write_logs(tmp_path, baseline=BASELINE + " world_size=1", bf16_full=FULL + " world_size=2")
     _, report, _ = gather(tmp_path, monkeypatch, capsys)
-    assert "WARNING: not like for like: world_size differs (1, 2)." in report
+    assert f"WARNING: {get_config_name('bf16_full')} is not like for like: world_size is 2, the baseline's 1." in report
+
+
+def test_without_a_baseline_log_each_row_is_compared_with_the_baseline_of_its_size(tmp_path, monkeypatch, capsys):
+    small = "SUMMARY: config={}.json params=1000 peak_mem_bytes={} alloc_mem_bytes=16000 avg_step_time=0.1"
+    small_baseline, small_full = small.format("baseline", 20000), small.format("bf16_full", 15000)
+    logs = {"0_baseline": small_baseline, "0_full": small_full, "1_baseline": BASELINE, "1_full": FULL}
+    write_logs(tmp_path, **logs)
+    _, report, _ = gather(tmp_path, monkeypatch, capsys)
+    rows = {name: next(line for line in report.splitlines() if f"[{name}.log]" in line) for name in logs}
+    assert "25.0%" in rows["0_full"] and "51.6%" in rows["1_full"] and "WARNING" not in report
+    assert all("(baseline)" in rows[name] for name in ("0_baseline", "1_baseline"))
 
 
 def test_a_name_cannot_break_the_markdown_table(tmp_path, monkeypatch, capsys):
@@ -252,6 +264,15 @@ def test_the_report_goes_to_output_with_its_folders_made_and_nothing_else_left(t
     assert not (tmp_path / "summary.txt").exists()
 
 
+def test_a_device_given_as_output_stays_a_device(tmp_path, monkeypatch, capsys):
+    pipe = tmp_path / "pipe"  # like /dev/null, it is no regular file; unlike it, a broken test costs nothing
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    code, report, _ = gather(write_logs(tmp_path, baseline=BASELINE), monkeypatch, capsys, "--output", pipe)
+    assert code == 0 and pipe.is_fifo() and os.read(reader, 10**6).decode() == report
+    os.close(reader)
+
+
 def test_it_imports_only_the_standard_library_at_start():
     tree = ast.parse((ROOT / "gather_memory.py").read_text())
     imported = {alias.name.split(".")[0] for node in tree.body if isinstance(node, ast.Import) for alias in node.names}
@@ -273,3 +294,12 @@ def test_after_pip_install_the_documented_import_works(tmp_path):
     )
     result = run(sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH=str(tmp_path / "site"))
     assert result.stdout.strip() == "254128976", result.stderr
+
+
+def test_published_summaries_are_what_the_published_logs_give(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    summaries = sorted(path.relative_to(ROOT) for path in ROOT.glob("results/**/summary.txt"))
+    assert summaries
+    for summary in summaries:
+        code, report, _ = gather(summary.parent, monkeypatch, capsys, "--output", tmp_path / "o.txt")
+        assert code == 0 and report == summary.read_text(), summary
