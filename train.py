@@ -697,29 +697,14 @@ def open_loss_log(path):
     return loss_log
 
 
-def report(args, fields):
-    """The results block, the ENV line and, last, the SUMMARY line. `fields` are those of the SUMMARY line, in order."""
-    gb = {key: format_memory(value) for key, value in fields.items() if key.endswith("_bytes")}
-    tokens = f"{fields['gradient_accumulation_steps']} x {args.batch_size} x {args.seq_length}"
-    return [
-        "",
-        "=" * 78,
-        "RESULTS (memory: highest rank; time: slowest rank; loss: mean over ranks)",
-        f"  Configuration:      {args.deepspeed_config}",
-        f"  Parameters:         {fields['params']:,}",
-        f"  Step:               {tokens} tokens on each of {fields['world_size']} rank(s)",
-        f"  Step time:          mean {fields['avg_step_time']} s, median {fields['median_step_time']} s"
-        f" over {fields['timed_steps']} step(s) after the warm-up",
-        f"  Tracking:           {fields['tracking_time']} s a step, not part of the step time",
-        f"  Throughput:         {fields['tokens_per_second']} tokens/s over all ranks,"
-        f" {fields['model_tflops_per_gpu']} model TFLOP/s a rank, MFU {fields.get('mfu', 'n/a (unknown peak)')}",
-        f"  Peak memory:        {gb['peak_mem_bytes']} ({gb['init_peak_mem_bytes']} until the first step)",
-        f"  Allocated at end:   {gb['alloc_mem_bytes']} (reserved: {gb['reserved_mem_bytes']})",
-        f"  Loss of last step:  {fields['final_loss']}",
-        "=" * 78,
-        environment_line(),
-        summary_line(args.deepspeed_config, **fields),
-    ]
+def report(config_path, fields):
+    """The results block, the ENV line and, last, the SUMMARY line; all three name the same fields in the same order."""
+    lines = ["", "=" * 78, f"RESULTS of {config_path} (memory: highest rank; time: slowest rank; loss: mean of ranks)"]
+    for key, value in fields.items():
+        text = f"{value} = {format_memory(value)}" if key.endswith("_bytes") else value
+        unit = " s" if key.endswith("_time") else ""
+        lines.append(f"  {key + ':':30}{text}{unit}")
+    return [*lines, "=" * 78, environment_line(), summary_line(config_path, **fields)]
 
 
 def main():
@@ -834,7 +819,7 @@ def main():
         "activation_checkpointing": int(args.activation_checkpointing),
         "memory": "process_resident" if on_cpu else "device_allocator",
     }
-    lines = report(args, fields)
+    lines = report(args.deepspeed_config, fields)
     say(*lines)
 
     engine.destroy()

@@ -245,3 +245,78 @@ def test_ctrl_c_ends_the_sweep_and_all_its_processes(tmp_path):
         assert not processes_of(str(log.parent))
     finally:
         sweep.kill()
+
+
+# The lean step against a plain one
+
+
+def test_losses_match_plain_pytorch_with_full_attention_full_logits_and_no_zero(tmp_path, text_and_tokenizer):
+    """Same seed, same text, BF16 weights with an FP32 AdamW master copy, written without DeepSpeed."""
+    import torch
+    from test_model import plain_loss
+
+    import train as toolkit
+
+    text, tokenizer = map(str, text_and_tokenizer)
+    options = ["--use_real_data", "--dataset", text, "--tokenizer", tokenizer, "--learning_rate", "3e-3"]
+    options += ["--num_steps", "20", "--deepspeed_config", "configs/baseline.json"]
+    result = train(*TINY, *options, "--loss_log_file", tmp_path / "loss.csv")
+    assert result.returncode == 0, result.stderr[-2000:]
+
+    loader, vocab_size = toolkit.load_wikitext_data(tokenizer, 32, 2, 1, 0, text, seed=42)
+    torch.manual_seed(42)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        model = toolkit.SimpleTransformerModel(vocab_size, 64, 2, 4, max_seq_len=32)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    master = [parameter.detach().float() for parameter in model.parameters()]
+    optimizer = torch.optim.AdamW(master, lr=3e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
+    batches, losses = toolkit.endless(loader), []
+    for _ in range(20):
+        input_ids = next(batches)
+        model.zero_grad()
+        loss = plain_loss(model, input_ids, input_ids)
+        loss.backward()
+        for copy, parameter in zip(master, model.parameters(), strict=True):
+            copy.grad = parameter.grad.float()
+        optimizer.step()
+        for copy, parameter in zip(master, model.parameters(), strict=True):
+            parameter.data.copy_(copy)
+        losses.append(loss.item())
+    assert losses[-1] < 0.97 * losses[0]
+    assert losses_of(tmp_path / "loss.csv") == pytest.approx(losses, rel=2**-7)  # BF16 spacing: up to 2**-7 of a value
+
+
+def test_the_optimizer_step_makes_no_parameter_sized_temporary_beyond_a_sub_group(tmp_path):
+    """Under the real engine: nothing larger than the largest of a sub-group, a tensor and a block's activations."""
+    config = write_config(tmp_path / "config.json")
+    content = json.loads(config.read_text())
+    content["zero_optimization"] |= {"sub_group_size": 40_000, "reduce_bucket_size": 40_000}
+    config.write_text(json.dumps(content))
+    code = f"""
+import sys
+sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
+import train
+from test_model import LargestTensor
+
+real_step, largest = train.train_step, []
+
+def recorded_step(engine, micro_batches):
+    with LargestTensor() as step:
+        loss = real_step(engine, micro_batches)
+    largest.append(step.elements)
+    return loss
+
+train.train_step = recorded_step
+train.main()
+print("LARGEST", max(largest[1:]))
+"""
+    options = ["--hidden_dim", "64", "--num_layers", "8", "--num_heads", "4", "--vocab_size", "512"]
+    options += ["--batch_size", "2", "--seq_length", "32", "--num_steps", "3"]
+    result = run(sys.executable, "-c", code, "--deepspeed_config", config, *options)
+    assert result.returncode == 0, result.stderr[-3000:]
+    largest = int(re.search(r"LARGEST (\d+)", result.stdout)[1])
+    parameters = summary_of(result.stdout.split("LARGEST")[0])["params"]
+    assert largest <= 40_000 + 50_000  # a sub-group ends with the first tensor that passes its size: one block here
+    assert parameters > 4 * largest

@@ -333,3 +333,47 @@ def test_the_summary_line_survives_a_path_with_spaces():
     assert line.startswith("SUMMARY: config=my%20configs/") and line.count(" ") == len(fields) + 1
     assert parse_summary_line(line)["config"] == "my configs/100%\u2003b.json"
     assert math.isclose(parse_summary_line(line)["avg_step_time"], 0.5)
+
+
+# Memory that can be pinned without a GPU
+
+
+class LargestTensor(torch.utils._python_dispatch.TorchDispatchMode):
+    """Records the most elements of any tensor that an operator makes, views of what existed before left out."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        given = {
+            t.untyped_storage().data_ptr() for t in torch.utils._pytree.tree_leaves((args, kwargs)) if is_tensor(t)
+        }
+        for tensor in torch.utils._pytree.tree_leaves(result):
+            if is_tensor(tensor) and tensor.untyped_storage().data_ptr() not in given:
+                self.elements = max(self.elements, tensor.numel())
+        return result
+
+
+def is_tensor(value):
+    return isinstance(value, torch.Tensor)
+
+
+def test_a_training_step_holds_no_tensor_of_the_size_of_the_logits():
+    model = SimpleTransformerModel(vocab_size=50_000, hidden_dim=64, num_layers=1, num_heads=2, max_seq_len=512)
+    input_ids = torch.randint(50_000, (4, 512))
+    with LargestTensor() as step:
+        model(input_ids, input_ids).backward()
+    with torch.no_grad(), LargestTensor() as logits:
+        model(input_ids[:1])
+    assert logits.elements >= 512 * 50_000  # the recorder does see logits where they exist
+    assert step.elements <= train.LOGITS_CHUNK_ELEMENTS < 4 * 512 * 50_000 / 10
+
+
+def test_a_training_step_holds_no_attention_matrix():
+    model = SimpleTransformerModel(vocab_size=100, hidden_dim=32, num_layers=1, num_heads=8, max_seq_len=1024)
+    input_ids = torch.randint(100, (2, 1024))
+    with LargestTensor() as step:
+        model(input_ids, input_ids).backward()
+    assert step.elements < 2 * 8 * 1024 * 1024 / 4
