@@ -22,7 +22,17 @@ CONFIG_NAMES = {
 INTEGER_KEYS = ("params", "peak_mem_bytes", "alloc_mem_bytes")
 REQUIRED_KEYS = ("config", *INTEGER_KEYS, "avg_step_time")
 # A row that differs from its baseline in one of these is not to be compared with it.
-LIKE_FOR_LIKE_KEYS = ("params", "world_size", "batch_size", "seq_length", "activation_checkpointing", "memory")
+LIKE_FOR_LIKE_KEYS = (
+    "params",
+    "world_size",
+    "batch_size",
+    "seq_length",
+    "gradient_accumulation_steps",
+    "activation_checkpointing",
+    "memory",
+)
+
+LOW_UPDATE_RATIO = 0.9  # below it the report warns
 
 MARKER = b"SUMMARY:"
 CHUNK_BYTES = 1024**2
@@ -185,11 +195,25 @@ def baseline_of(summary, results):
     return results.get("baseline.log") or next(baselines, None)
 
 
+# Columns that are shown only where a log has the field: title, field, how its value is shown.
+OPTIONAL_COLUMNS = (
+    ("Peak bytes/parameter", "mfu", lambda summary: bytes_per_parameter(summary, "peak_mem_bytes")),
+    ("MFU", "mfu", lambda summary: f"{summary['mfu']:.1%}"),
+    ("Loss, last 10%", "tail_loss", lambda summary: f"{summary['tail_loss']:.3f}"),
+    ("Update ratio", "update_ratio", lambda summary: f"{summary['update_ratio']:.3f}"),
+    ("Weights changed", "changed_share", lambda summary: f"{summary['changed_share']:.1%}"),
+)
+
+
+def has_number(summary, field):
+    return isinstance((summary or {}).get(field), (int, float))
+
+
 def table_rows(results):
     """The header and one row of cells for each log."""
+    columns = [column for column in OPTIONAL_COLUMNS if any(has_number(s, column[1]) for s in results.values())]
     header = ["Configuration", "Peak", "Peak reduction", "Allocated", "Allocated reduction", "Step time"]
-    with_mfu = any(summary and "mfu" in summary for summary in results.values())
-    header += ["Peak bytes/parameter", "MFU"] if with_mfu else []
+    header += [title for title, _, _ in columns]
     rows = []
     for log, summary in results.items():
         cells = [row_name(log, results)]
@@ -198,14 +222,10 @@ def table_rows(results):
             continue
         baseline = baseline_of(summary, results)
         for key in ("peak_mem_bytes", "alloc_mem_bytes"):
-            reduction = (
-                "(baseline)" if summary is baseline else format_reduction(summary[key], baseline and baseline[key])
-            )
-            cells += [format_bytes(summary[key]), reduction]
+            reduction = format_reduction(summary[key], baseline and baseline[key])
+            cells += [format_bytes(summary[key]), "(baseline)" if summary is baseline else reduction]
         cells.append(format_time(summary["avg_step_time"]))
-        if with_mfu:
-            mfu = summary.get("mfu")
-            cells += [bytes_per_parameter(summary, "peak_mem_bytes"), f"{100 * mfu:.1f}%" if mfu else "n/a"]
+        cells += [show(summary) if has_number(summary, field) else "n/a" for _, field, show in columns]
         rows.append(cells)
     return header, rows
 
@@ -270,13 +290,22 @@ def detail_lines(log, summary, results):
 def notes(results):
     """What a reader must know before comparing the rows."""
     good = [summary for summary in results.values() if summary]
-    lines = ["Memory is per GPU, of the highest rank; 1 GB = 1024**3 bytes. Step time is the mean after the warm-up."]
+    lines = ["Memory is of the highest rank; 1 GB = 1024**3 bytes. Step time is the mean after the warm-up."]
     if any("mfu" in summary for summary in good):
         lines.append(
-            "Bytes/parameter are over all GPUs. MFU: model FLOP/s (6N + 12LHQT a token) of the GPU's BF16 peak."
+            "Bytes/parameter are over all ranks. MFU: model FLOP/s (6N + 12LHQT a token) of the GPU's BF16 peak."
         )
     if any(summary.get("memory") == "process_resident" for summary in good):
-        lines.append("No GPU was used: memory is the process's resident memory above what it used before the model.")
+        lines.append("No GPU was used: memory is the process's resident memory above what it used before the model;")
+        lines.append("what a configuration offloads to the CPU counts too.")
+    if any(has_number(summary, "update_ratio") for summary in good):
+        lines.append(
+            "Update ratio: the part of AdamW's intended update that reached the master weights; 1 is all of it."
+        )
+    for log, summary in results.items():
+        if has_number(summary, "update_ratio") and summary["update_ratio"] < LOW_UPDATE_RATIO:
+            lost = f"{row_name(log, results)}: {1 - summary['update_ratio']:.0%} of the update is lost to rounding"
+            lines.append(f"WARNING: {lost}; compare its loss with the baseline's, or raise the learning rate.")
     for log in (log for log, summary in results.items() if summary is None):
         lines.append(f"FAILED: {log} has no whole SUMMARY line; the run crashed or was killed before its end.")
     if any(baseline_of(summary, results) is None for summary in good):
@@ -340,7 +369,11 @@ def failed(message):
 
 def main():
     """Returns 0, or 1 where the folder is missing, holds no result, or the report cannot be written."""
-    parser = argparse.ArgumentParser(description="Gather memory usage from training logs")
+    parser = argparse.ArgumentParser(
+        description="Gather memory usage from training logs",
+        epilog="Reads the SUMMARY line of each *.log in the folder; baseline.log is what the others are compared with. "
+        "Example: python gather_memory.py --log_dir logs/20260101_120000",
+    )
     parser.add_argument("--log_dir", type=str, required=True, help="Directory containing log files")
     parser.add_argument("--output", type=str, default=None, help="Output file (default: LOG_DIR/summary.txt)")
     args = parser.parse_args()

@@ -19,7 +19,7 @@ Written to the log folder: <config>.log, <config>_loss.csv, and the comparison i
 A configuration that fails does not stop the others; it is named at the end, and the exit status is 1.
 Ctrl-C ends all processes (exit status 130). Each run takes a free port, so two sweeps can run side by side.
 
-Without a GPU a small preset is used, of 56 million parameters, which takes about two minutes on two cores (plus about
+Without a GPU a small preset is used, of 55 million parameters, which takes about two minutes on two cores (plus about
 three more on the first run ever, for building DeepSpeed's operators). Its memory is the processes' resident memory.
 Options that you give win over the preset.
 TEXT
@@ -70,7 +70,8 @@ preset=()
 if [ "$accelerator" = cpu ]; then
   preset=(--hidden_dim 768 --num_layers 6 --num_heads 12 --vocab_size 8192 --batch_size 2 --seq_length 128
     --num_steps 15 --warmup_steps 3)
-  echo "No GPU found: running on the CPU with a small preset (${preset[*]})"
+  echo "No GPU found: running on the CPU, with this preset where you give no other value: ${preset[*]}"
+  echo "The first run compiles DeepSpeed's operators, in silence, for a minute or two each."
 elif [ "$num_gpus" -gt "$count" ]; then
   die "--num_gpus $num_gpus: this machine has $count"
 fi

@@ -35,12 +35,15 @@ from torch.utils.data.distributed import DistributedSampler
 DEFAULT_DATASET = "Salesforce/wikitext"
 DEFAULT_DATASET_CONFIG = "wikitext-103-raw-v1"
 DEFAULT_DATASET_SPLIT = "train[:1%]"  # about a million tokens: hundreds of default steps
+DEFAULT_TOKENIZER = "gpt2"
 DEFAULT_LEARNING_RATE = 1e-4
 IGNORE_INDEX = -100  # the Hugging Face label that carries no loss
 
 # Logits exist for one slice of the vocabulary at a time, of about this many elements (32 MiB in fp32).
 LOGITS_CHUNK_ELEMENTS = 8 * 2**20
 MIN_VOCAB_CHUNK = 1024
+
+UPDATE_SAMPLES = 2**20  # master weights, over all ranks, on which the update ratio is measured
 
 # Dense BF16 peak in TFLOP/s, from the vendors' data sheets, by a part of the device's name.
 PEAK_TFLOPS = {"H200": 989, "H100": 989, "A100": 312, "B200": 2250, "L40S": 362, "MI300X": 1307}
@@ -65,6 +68,13 @@ class OneLineParser(argparse.ArgumentParser):
 
     def error(self, message):
         fail(f"{message} (see train.py --help)")
+
+
+class HelpWithDefaults(argparse.ArgumentDefaultsHelpFormatter):
+    """Names a default only where there is one to name."""
+
+    def _get_help_string(self, action):
+        return action.help if action.default in (None, False, -1) else super()._get_help_string(action)
 
 
 def at_least(minimum):
@@ -94,7 +104,7 @@ def get_args():
     parser = OneLineParser(
         description="Train a transformer under DeepSpeed and measure peak memory, allocated memory and step time.",
         epilog="Start it with the launcher: deepspeed --num_gpus=N train.py --deepspeed_config configs/baseline.json",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=HelpWithDefaults,
     )
     add = parser.add_argument_group("DeepSpeed").add_argument
     add("--deepspeed_config", required=True, metavar="JSON", help="DeepSpeed configuration file")
@@ -113,9 +123,9 @@ def get_args():
     add("--seed", type=at_least(0), default=42, metavar="N", help="seed of weights and data")
     add = parser.add_argument_group("data").add_argument
     add("--use_real_data", action="store_true", help="train on text instead of random tokens")
-    source = "Hub NAME or NAME:CONFIG, a text file, or a folder of *.txt files"
-    add("--dataset", default=DEFAULT_DATASET, metavar="SOURCE", help=source)
-    add("--tokenizer", default="gpt2", metavar="SOURCE", help="Hub NAME, or a local folder")
+    source = f"Hub NAME or NAME:CONFIG, a text file, or a folder of *.txt files; left out: {DEFAULT_DATASET}"
+    add("--dataset", metavar="SOURCE", help=source)
+    add("--tokenizer", metavar="SOURCE", help=f"Hub NAME, or a local folder; left out: {DEFAULT_TOKENIZER}")
     add = parser.add_argument_group("measurement and logs").add_argument
     add("--warmup_steps", type=at_least(0), default=5, metavar="N", help="first steps left out of the average time")
     add("--log_interval", type=at_least(1), default=5, metavar="N", help="print every N-th step")
@@ -124,6 +134,9 @@ def get_args():
 
     if args.hidden_dim % args.num_heads:
         parser.error(f"--num_heads {args.num_heads} does not divide --hidden_dim {args.hidden_dim}")
+    if not args.use_real_data and (args.dataset or args.tokenizer):
+        parser.error("--dataset and --tokenizer do nothing without --use_real_data; add it")
+    args.dataset, args.tokenizer = args.dataset or DEFAULT_DATASET, args.tokenizer or DEFAULT_TOKENIZER
     return args
 
 
@@ -590,6 +603,65 @@ def peak_tflops():
     return next((peak for part, peak in PEAK_TFLOPS.items() if part in name), None)
 
 
+class UpdateProbe:
+    """Effective update ratio: how much of AdamW's intended update reaches the master weights.
+
+    Over a fixed random sample of master weights, `applied` is their change in a step, and `intended` is AdamW's update
+    in fp32 from the moments after the step (Loshchilov & Hutter 2019, algorithm 2):
+
+        intended = -lr * (exp_avg / (1 - beta1^t) / (sqrt(exp_avg_sq / (1 - beta2^t)) + eps) + weight_decay * weight)
+        ratio = <applied, intended> / <intended, intended>
+
+    Exact arithmetic applies what is intended: the ratio is 1. So does stochastic rounding in expectation: its error
+    has mean zero whatever `intended` is, and averages out over the sample. Rounding to nearest drops each update
+    smaller than half the spacing of its weight: the ratio falls.
+    """
+
+    SUPPORTED = ("AdamW", "FusedAdam", "DeepSpeedCPUAdam")  # with decoupled weight decay
+
+    def __init__(self, optimizer, seed, samples):
+        """`samples` of this rank's master weights, over all tensors in proportion to their size, or all there are."""
+        self.optimizer, self.seed, self.samples, self.parts = optimizer, seed, samples, []
+        self.supported = type(optimizer).__name__ in self.SUPPORTED and getattr(optimizer, "adam_w_mode", True)
+
+    def before_step(self):
+        """Remember the sampled weights. Before the first step there are no moments, and nothing is sampled."""
+        states = [(weight, state) for weight, state in self.optimizer.state.items() if "exp_avg" in state]
+        states = [(weight, state) for weight, state in states if state["exp_avg"].shape == weight.shape]  # in memory
+        total = sum(weight.numel() for weight, _ in states)
+        generator = torch.Generator().manual_seed(self.seed)
+        self.group = dict(self.optimizer.param_groups[0]) if states else {}  # a scheduler changes lr after the step
+        self.parts = []
+        for weight, state in states:
+            count = math.ceil(self.samples * weight.numel() / total)
+            if count < weight.numel():
+                index = torch.randint(weight.numel(), (count,), generator=generator, dtype=torch.int32)
+            else:
+                index = torch.arange(weight.numel(), dtype=torch.int32)
+            index = index.to(weight.device)
+            self.parts.append((weight, state, index, self.sampled(weight, index)))
+
+    @staticmethod
+    def sampled(tensor, index):
+        return tensor.detach().flatten().index_select(0, index).float()
+
+    def after_step(self):
+        """Sums over this rank's sample: [<applied, intended>, <intended, intended>, weights changed, weights]."""
+        sums = [0.0, 0.0, 0.0, 0.0]
+        t = max((float(state["step"]) for _, state, _, _ in self.parts), default=1.0)
+        for weight, state, index, before in self.parts:
+            lr, eps, weight_decay = (float(self.group[key]) for key in ("lr", "eps", "weight_decay"))
+            beta1, beta2 = self.group["betas"]
+            exp_avg = self.sampled(state["exp_avg"], index) / (1 - beta1**t)
+            exp_avg_sq = self.sampled(state["exp_avg_sq"], index) / (1 - beta2**t)
+            intended = -lr * (exp_avg / (exp_avg_sq.sqrt() + eps) + weight_decay * before)
+            applied = self.sampled(weight, index) - before
+            terms = (applied * intended, intended * intended, applied != 0, torch.ones_like(before))
+            sums = [total + term.double().sum().item() for total, term in zip(sums, terms, strict=True)]
+        self.parts = []
+        return sums
+
+
 def over_ranks(values, op):
     """`values` (numbers) combined elementwise over all ranks by the name of a reduction, such as "MAX"."""
     import deepspeed.comm as dist
@@ -651,6 +723,8 @@ def create_engine(args, config, vocab_size):
 
     zero3 = config.get("zero_optimization", {}).get("stage", 0) == 3
     deepcompile = config.get("compile", {}).get("deepcompile", False)
+    if deepcompile and get_accelerator().device_name() == "cpu":
+        fail(f"--deepspeed_config {args.deepspeed_config}: compile.deepcompile needs a GPU; take it out of the JSON")
     deepspeed.utils.nvtx.enable_nvtx = False  # thousands of Python calls a step that only a profiler would see
     torch.manual_seed(args.seed)
     try:
@@ -742,7 +816,8 @@ def main():
         except ValueError as error:
             fail(error)
         batches = endless(dataloader)
-        say(f"Data: {args.dataset}, {len(dataloader)} batches an epoch on each rank; vocabulary padded to {vocab_size}")
+        say(f"Data: {args.dataset}, {len(dataloader)} batches an epoch on each rank")
+        say(f"Data: the tokenizer's vocabulary, padded to {vocab_size}, takes the place of --vocab_size")
     else:
         batches = random_batches(vocab_size, args.seq_length, args.batch_size, args.seed, rank)
 
@@ -758,11 +833,19 @@ def main():
     say(f"Model: {total_parameters:,} parameters, {trainable_parameters:,} trainable")
     say(f"Initialised: peak={format_memory(init_peak)}")
 
+    probe = UpdateProbe(engine.basic_optimizer, args.seed, math.ceil(UPDATE_SAMPLES / world_size))
+    update_ratios, changed_shares = [], []
+    if not probe.supported:
+        say(f"Notice: no update ratio: it is defined for AdamW, not for {type(engine.basic_optimizer).__name__}")
+
     gc.collect()
     gc.freeze()  # a collection during the steps need not walk the engine's objects
     loss_history, step_times_s, tracking_s = [], [], 0.0
     for step in tqdm(range(args.num_steps), unit="step", disable=rank > 0 or not sys.stderr.isatty()):
         micro_batches = [next(batches).to(device) for _ in range(accumulation)]
+        log_step = step % args.log_interval == 0 or step == args.num_steps - 1
+        if log_step and probe.supported:
+            probe.before_step()
         accelerator.synchronize()
         start = time.perf_counter()
         loss = train_step(engine, micro_batches)
@@ -777,12 +860,15 @@ def main():
         if loss_log:
             loss_log.write(f"{step},{loss:.6f}\n")
         tracking_s += time.perf_counter() - end
-        if step % args.log_interval == 0 or step == args.num_steps - 1:
-            allocated, reserved, peak = map(format_memory, stats)
-            say(
-                f"Step {step}: loss={loss:.4f}, time={elapsed_s:.4f}s, "
-                f"allocated={allocated}, reserved={reserved}, peak={peak}"
-            )
+        if log_step:
+            line = f"Step {step}: loss={loss:.4f}, time={elapsed_s:.4f}s"
+            line += "".join(f", {key}={format_memory(value)}" for key, value in zip(memory(), stats, strict=True))
+            product, square, changed, sampled = over_ranks(probe.after_step(), "SUM")
+            if square > 0:
+                update_ratios.append(product / square)
+                changed_shares.append(changed / sampled)
+                line += f", update_ratio={update_ratios[-1]:.3f}, changed_share={changed_shares[-1]:.3f}"
+            say(line)
         if not math.isfinite(loss):
             fail(f"the loss is {loss} at step {step}; lower --learning_rate or set gradient_clipping in the JSON", 1)
     if loss_log:
@@ -813,6 +899,9 @@ def main():
         "model_tflops_per_gpu": f"{tflops_per_gpu:.3f}",
         **({"mfu": f"{tflops_per_gpu / peak_tflops():.4f}"} if peak_tflops() else {}),
         "final_loss": f"{loss:.4f}",
+        "tail_loss": f"{statistics.fmean(loss for _, loss in loss_history[-math.ceil(args.num_steps / 10) :]):.4f}",
+        **({"update_ratio": f"{statistics.fmean(update_ratios):.4f}"} if update_ratios else {}),
+        **({"changed_share": f"{statistics.fmean(changed_shares):.4f}"} if changed_shares else {}),
         "batch_size": args.batch_size,
         "seq_length": args.seq_length,
         "gradient_accumulation_steps": accumulation,

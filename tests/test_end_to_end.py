@@ -88,6 +88,16 @@ def test_without_a_gpu_the_saving_is_plain_to_see(sweep_on_one_process):
         assert summary["timed_steps"] == 5
 
 
+def test_the_update_ratio_shows_that_bf16_master_weights_lose_updates(sweep_on_one_process, sweep_on_two_processes):
+    for log_dir, _ in (sweep_on_one_process, sweep_on_two_processes):
+        summaries = {name: summary_of((log_dir / f"{name}.log").read_text()) for name in CONFIGS}
+        assert summaries["baseline"]["update_ratio"] == pytest.approx(1, abs=2e-3)
+        assert summaries["baseline"]["changed_share"] > 0.95
+        for name in ("bf16_master_wg", "bf16_full"):
+            assert 0 < summaries[name]["update_ratio"] < 0.9 and summaries[name]["changed_share"] < 0.5
+        assert "of the update is lost to rounding" in (log_dir / "summary.txt").read_text()
+
+
 def test_two_processes_on_real_text_learn_and_report_once(sweep_on_two_processes):
     log_dir, result = sweep_on_two_processes
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
@@ -96,7 +106,7 @@ def test_two_processes_on_real_text_learn_and_report_once(sweep_on_two_processes
         summary = summary_of(log)
         assert summary["world_size"] == 2
         assert log.count("SUMMARY:") == log.count("ENV:") == log.count("Step 0:") == log.count("RESULTS") == 1
-        assert "vocabulary padded to 128" in log and "%|" not in log  # no progress bar in a log
+        assert "vocabulary, padded to 128," in log and "%|" not in log  # no progress bar in a log
         assert [int(step) for step in re.findall(r"^Step (\d+):", log, re.M)] == [0, 2, 4, 5]
         losses = losses_of(log_dir / f"{name}_loss.csv")
         assert losses[-1] < losses[0]
@@ -145,6 +155,7 @@ def test_any_deepspeed_configuration_trains(changes, tmp_path):
     assert summary["gradient_accumulation_steps"] == changes.get("gradient_accumulation_steps", 1)
     first, last = (float(loss) for loss in re.findall(r"^Step (?:0|5): loss=([\d.]+)", result.stdout, re.M))
     assert abs(first - 6.3) < 0.4 and last < 7.5  # log(512) = 6.24
+    assert summary["update_ratio"] == pytest.approx(1, abs=5e-3)
     rates = (tmp_path / "monitor" / "job" / "Train_Samples_lr.csv").read_text().split()
     assert len(rates) == 6 + 1  # a header, and one row an optimizer step
 

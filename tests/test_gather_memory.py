@@ -208,6 +208,17 @@ def test_without_a_baseline_log_each_row_is_compared_with_the_baseline_of_its_si
     assert all("(baseline)" in rows[name] for name in ("0_baseline", "1_baseline"))
 
 
+def test_lost_updates_are_shown_and_warned_of(tmp_path, monkeypatch, capsys):
+    kept, lost = " update_ratio=0.9998 changed_share=0.9990", " update_ratio=0.2400 changed_share=0.1400"
+    write_logs(tmp_path, baseline=BASELINE + kept, bf16_full=FULL + lost, other=FULL.replace("bf16_full", "other"))
+    _, report, _ = gather(tmp_path, monkeypatch, capsys)
+    assert row(report, "baseline").endswith("1.000 99.9%")
+    assert row(report, "bf16_full").endswith("0.240 14.0%")
+    assert row(report, "other").endswith("n/a n/a")
+    warnings = [line for line in report.splitlines() if line.startswith("WARNING")]
+    assert len(warnings) == 1 and "76% of the update is lost" in warnings[0]
+
+
 def test_a_name_cannot_break_the_markdown_table(tmp_path, monkeypatch, capsys):
     write_logs(tmp_path, baseline=BASELINE, bf16_full=FULL.replace("configs/bf16_full", "a|b<i>`"))
     _, report, _ = gather(tmp_path, monkeypatch, capsys)

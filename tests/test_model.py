@@ -210,6 +210,7 @@ def test_a_sequence_longer_than_the_model_is_refused(model):
         ["--learning_rate", "-1"],
         ["--warmup_steps", "-1"],
         ["--no_such_option"],
+        ["--dataset", "text.txt"],
     ],
 )
 def test_a_bad_option_is_one_line_on_stderr(options, monkeypatch, capsys):
@@ -377,3 +378,60 @@ def test_a_training_step_holds_no_attention_matrix():
     with LargestTensor() as step:
         model(input_ids, input_ids).backward()
     assert step.elements < 2 * 8 * 1024 * 1024 / 4
+
+
+# The update ratio
+
+
+def one_step(weight_dtype, learning_rate, round_stochastically=False):
+    """UpdateProbe's sums over the second step of AdamW on 20,000 weights held in `weight_dtype`."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(20_000, generator=generator).to(weight_dtype).requires_grad_()
+    optimizer = torch.optim.AdamW([weight], lr=learning_rate, weight_decay=0.1)
+    probe = train.UpdateProbe(optimizer, seed=0, samples=20_000)
+    for _ in range(2):
+        weight.grad = torch.randn(20_000, generator=generator).to(weight_dtype)
+        probe.before_step()
+        before = weight.detach().float()
+        optimizer.step()
+        if round_stochastically and optimizer.state[weight]["step"] == 2:
+            state, (beta1, beta2) = optimizer.state[weight], optimizer.param_groups[0]["betas"]
+            moments = state["exp_avg"].float() / (1 - beta1**2), state["exp_avg_sq"].float() / (1 - beta2**2)
+            exact = before - learning_rate * (moments[0] / (moments[1].sqrt() + 1e-8) + 0.1 * before)
+            bits = exact.view(torch.int32) + torch.randint(2**16, exact.shape, generator=generator, dtype=torch.int32)
+            weight.data = (bits & -(2**16)).view(torch.float32).to(weight_dtype)
+    return probe.after_step()
+
+
+def test_the_update_ratio_is_1_for_exact_arithmetic_and_falls_with_bf16_rounding():
+    product, square, changed, sampled = one_step(torch.float32, 1e-4)
+    assert product / square == pytest.approx(1, abs=1e-3) and changed > 0.99 * sampled == 19_800
+    ratios = [product / square for product, square, _, _ in (one_step(torch.bfloat16, lr) for lr in (1e-2, 1e-4, 1e-5))]
+    assert 1.1 > ratios[0] > 0.9 > ratios[1] > ratios[2]
+
+
+def test_the_update_ratio_of_stochastic_rounding_is_1_within_sampling_error():
+    product, square, changed, sampled = one_step(torch.bfloat16, 1e-4, round_stochastically=True)
+    assert product / square == pytest.approx(1, abs=0.2) and changed < 0.5 * sampled
+
+
+def test_the_update_ratio_samples_all_tensors_in_proportion_and_the_same_each_time():
+    weights = [torch.randn(size, requires_grad=True) for size in (30_000, 10_000)]
+    optimizer = torch.optim.AdamW(weights)
+    probe = train.UpdateProbe(optimizer, seed=0, samples=4_000)
+    samples = []
+    for _ in range(3):
+        for weight in weights:
+            weight.grad = torch.randn_like(weight)
+        probe.before_step()
+        samples.append([index.tolist() for _, _, index, _ in probe.parts])
+        optimizer.step()
+        product, square, _, sampled = probe.after_step()
+    assert samples[0] == [] and samples[1] == samples[2] and [len(index) for index in samples[1]] == [3_000, 1_000]
+    assert sampled == 4_000 and product / square == pytest.approx(1, abs=1e-3)
+
+
+def test_the_update_ratio_is_for_adamw_alone():
+    weight = torch.zeros(3, requires_grad=True)
+    assert train.UpdateProbe(torch.optim.AdamW([weight]), 0, 10).supported
+    assert not train.UpdateProbe(torch.optim.SGD([weight]), 0, 10).supported
