@@ -41,7 +41,7 @@ MAX_LINE_BYTES = 64 * 1024  # what follows the marker; a longer line is not a su
 ANSI_ESCAPE = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 FIELD = re.compile(r"\s*(\w+)=(\S+)", re.ASCII)
 INTEGER = re.compile(r"[0-9]{1,18}")
-NUMBER = re.compile(r"[+-]?(?:[0-9]{1,18}(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?")
+NUMBER = re.compile(r"[+-]?(?:[0-9]{1,18}(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?")
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -86,7 +86,8 @@ def checked_summary(fields):
     for key, value in fields.items():
         if key not in summary:
             summary[key] = typed(value)
-    return summary
+    ranks = summary.get("world_size", 1)
+    return summary if isinstance(ranks, int) and ranks >= 1 else None
 
 
 def typed(value):
@@ -111,6 +112,9 @@ def summaries_in(path):
                 if end < 0 and not at_end and len(buffer) - marker < MAX_LINE_BYTES:
                     break  # the rest of the line is in the next chunk
                 text = buffer[marker : end if end >= 0 else marker + MAX_LINE_BYTES]
+                text = (
+                    text[: text.find(MARKER, len(MARKER))] if text.count(MARKER) > 1 else text
+                )  # one summary at a time
                 if summary := parse_summary_line(text.decode("utf-8", errors="replace")):
                     yield summary
                 start = marker + len(text)
@@ -240,6 +244,7 @@ def bytes_per_parameter(summary, key):
 def row_name(log, results):
     """The configuration's name, with the log's where two logs share it."""
     names = [get_config_name(summary["config"] if summary else Path(name).stem) for name, summary in results.items()]
+    names = [" ".join(re.sub(r"[\x00-\x1f\x7f]", " ", name).split()) for name in names]
     name = names[list(results).index(log)]
     return name if names.count(name) == 1 else f"{name} [{log}]"
 
@@ -387,9 +392,9 @@ def main():
             found = f"none of {', '.join(results)} has a whole SUMMARY line" if results else "it has no *.log file"
             return failed(f"no results in {log_dir}: {found}; run train.py first")
         report = build_report(results, log_dir)
+        write_whole(Path(args.output) if args.output else log_dir / "summary.txt", report)
         encoding = sys.stdout.encoding or "utf-8"
         print(report.encode(encoding, "backslashreplace").decode(encoding), end="", flush=True)
-        write_whole(Path(args.output) if args.output else log_dir / "summary.txt", report)
     except OSError as error:
         return failed(f"{error.filename or log_dir}: {error.strerror or error}")
     return 0

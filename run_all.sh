@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # Train with every configuration in turn, then compare them. ./run_all.sh --help explains.
 set -euo pipefail
-here=$(dirname "${BASH_SOURCE[0]}")
+here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
+root="$here/"
+[ "$here" = "$PWD" ] && root="" # the logs then say configs/baseline.json
 
 usage() {
   cat <<'TEXT'
@@ -10,7 +12,8 @@ Usage: ./run_all.sh [--num_gpus N] [--configs "A.json B.json"] [--log_dir DIR] [
 Runs train.py with each DeepSpeed configuration in turn through the deepspeed launcher, then gather_memory.py.
 
   --num_gpus N       GPUs of this machine to use (default: 1); without a GPU, that many CPU processes
-  --configs "A B"    configurations to run (default: baseline, bf16_master_wg and bf16_full of configs/)
+  --configs "A B"    configurations to run (default: baseline, bf16_master_wg and bf16_full of configs/); a path with
+                     spaces only by itself
   --log_dir DIR      where the logs go (default: logs/<timestamp>)
   --help             this text
   anything else      is given to train.py as it is: see python train.py --help
@@ -31,8 +34,7 @@ die() {
 }
 
 num_gpus=1
-configs="$here/configs/baseline.json $here/configs/bf16_master_wg.json $here/configs/bf16_full.json"
-configs=${configs//.\/configs/configs} # ./run_all.sh: the logs then say configs/baseline.json
+configs=("${root}configs/baseline.json" "${root}configs/bf16_master_wg.json" "${root}configs/bf16_full.json")
 log_dir=""
 options=()
 while [ $# -gt 0 ]; do
@@ -43,17 +45,17 @@ while [ $# -gt 0 ]; do
       [ $# -ge 2 ] || die "$1 needs a value (see --help)"
       case "$1" in
         --num_gpus) num_gpus=$2 ;;
-        --configs) configs=$2 ;;
+        --configs) if [ -f "$2" ]; then configs=("$2"); else read -r -d '' -a configs <<<"$2" || true; fi ;;
         --log_dir) log_dir=$2 ;;
       esac
       shift 2
       ;;
+    --loss_log_file* | --deepspeed_config*) die "$1: the sweep sets it for each configuration" ;;
     *) options+=("$1") && shift ;;
   esac
 done
 
 [[ "$num_gpus" =~ ^[1-9][0-9]*$ ]] || die "--num_gpus '$num_gpus' is not a whole number of at least 1"
-read -r -a configs <<<"$configs"
 [ "${#configs[@]}" -gt 0 ] || die "--configs is empty; give at least one DeepSpeed JSON"
 for config in "${configs[@]}"; do [ -f "$config" ] || die "--configs: no file $config"; done
 names=$(basename -as .json "${configs[@]}")
@@ -76,13 +78,18 @@ elif [ "$num_gpus" -gt "$count" ]; then
   die "--num_gpus $num_gpus: this machine has $count"
 fi
 
-log_dir=${log_dir:-$here/logs/$(date +%Y%m%d_%H%M%S)}
+if [ -z "$log_dir" ]; then # a folder of its own, also beside a sweep that started in the same second
+  mkdir -p "$here/logs" 2>/dev/null || die "$here/logs cannot be made; give --log_dir"
+  first="${root}logs/$(date +%Y%m%d_%H%M%S)"
+  log_dir=$first
+  for i in $(seq 2 99); do mkdir "$log_dir" 2>/dev/null && break || log_dir=${first}_$i; done
+fi
 mkdir -p "$log_dir" 2>/dev/null && [ -w "$log_dir" ] || die "--log_dir $log_dir cannot be written"
 
 set -m # each run is a process group of its own, so that one signal reaches all its processes
 job=""
 stop() {
-  trap - INT TERM
+  trap - INT TERM HUP
   if [ -n "$job" ]; then
     kill -TERM -- "-$job" 2>/dev/null || true
     for _ in $(seq 50); do
@@ -94,7 +101,7 @@ stop() {
   echo "run_all.sh: interrupted; logs so far are in $log_dir" >&2
   exit 130
 }
-trap stop INT TERM
+trap stop INT TERM HUP
 
 failed=()
 for config in "${configs[@]}"; do
@@ -103,15 +110,15 @@ for config in "${configs[@]}"; do
   echo "== $name =="
   (
     set -o pipefail # tee must not hide that the run failed
-    deepspeed --num_gpus "$num_gpus" --master_port "$port" "$here/train.py" "${preset[@]}" \
-      --loss_log_file "$log_dir/${name}_loss.csv" "${options[@]}" --deepspeed_config "$config" 2>&1 |
+    deepspeed --num_gpus "$num_gpus" --master_port "$port" "$here/train.py" "${preset[@]}" "${options[@]}" \
+      --loss_log_file "$log_dir/${name}_loss.csv" --deepspeed_config "$config" 2>&1 |
       tee "$log_dir/$name.log"
   ) </dev/null &
   job=$!
   wait "$job" || failed+=("$name")
   job=""
 done
-trap - INT TERM
+trap - INT TERM HUP
 
 echo
 python3 "$here/gather_memory.py" --log_dir "$log_dir" || failed+=("gather_memory.py")

@@ -25,6 +25,7 @@ import time
 from pathlib import Path
 from urllib.parse import quote
 
+import hjson
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -42,6 +43,8 @@ IGNORE_INDEX = -100  # the Hugging Face label that carries no loss
 # Logits exist for one slice of the vocabulary at a time, of about this many elements (32 MiB in fp32).
 LOGITS_CHUNK_ELEMENTS = 8 * 2**20
 MIN_VOCAB_CHUNK = 1024
+
+BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 UPDATE_SAMPLES = 2**20  # master weights, over all ranks, on which the update ratio is measured
 
@@ -78,11 +81,11 @@ class HelpWithDefaults(argparse.ArgumentDefaultsHelpFormatter):
 
 
 def at_least(minimum):
-    """An argparse type: a whole number of at least `minimum`."""
+    """An argparse type: a whole number of at least `minimum`, and below 2**31."""
 
     def integer(text):
-        if not re.fullmatch(r"[+-]?\d+", text) or int(text) < minimum:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {minimum}")
+        if not re.fullmatch(r"[+-]?[0-9]{1,10}", text) or not minimum <= int(text) < 2**31:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {minimum} to {2**31 - 1}")
         return int(text)
 
     return integer
@@ -141,16 +144,42 @@ def get_args():
 
 
 def load_deepspeed_config(path):
-    """Read the JSON at `path`; a missing or broken file ends the program with one line."""
+    """Read the JSON at `path`, or Hjson as DeepSpeed does; a mistake in it ends the program with one line."""
     option = f"--deepspeed_config {path}"
+
+    def unique_keys(pairs):
+        if len(dict(pairs)) < len(pairs):
+            fail(f"{option}: the same key stands twice in one object: {', '.join(key for key, _ in pairs)}")
+        return dict(pairs)
+
     try:
-        config = json.loads(Path(path).read_text(encoding="utf-8"))
+        text = Path(path).read_text(encoding="utf-8")
+        try:
+            config = json.loads(text, object_pairs_hook=unique_keys)
+        except json.JSONDecodeError:
+            config = hjson.loads(text, object_pairs_hook=unique_keys)  # comments, trailing commas
     except OSError as error:
         fail(f"{option}: {error.strerror or error}; expected a DeepSpeed JSON file such as configs/baseline.json")
-    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError: both say where
+    except (ValueError, RecursionError) as error:  # each says where
         fail(f"{option}: not valid JSON: {error}")
     if not isinstance(config, dict):
         fail(f"{option}: expected a JSON object, found a {type(config).__name__}")
+
+    config = {key: value for key, value in config.items() if value is not None}
+    for key in ("bf16", "fp16", "optimizer", "scheduler", "zero_optimization", "torch_autocast", "compile"):
+        if not isinstance(config.get(key, {}), dict):
+            fail(f"{option}: {key} is {config[key]!r}; expected an object")
+    for key in ("optimizer", "scheduler"):
+        if key in config and not isinstance(config[key].get("type"), str):
+            fail(f'{option}: {key} has no "type"; expected one such as "AdamW" or "WarmupLR"')
+        if key in config and not isinstance(config[key].setdefault("params", {}), dict):
+            fail(f"{option}: {key}.params is {config[key]['params']!r}; expected an object")
+    for key in BATCH_KEYS:
+        if config.get(key, "auto") != "auto" and (type(config[key]) is not int or config[key] < 1):
+            fail(f'{option}: {key} is {config[key]!r}; expected a whole number of at least 1, or "auto"')
+    lr = config.get("optimizer", {}).get("params", {}).get("lr", "auto")
+    if lr != "auto" and (type(lr) not in (int, float) or not 0 <= lr < math.inf):
+        fail(f'{option}: optimizer.params.lr is {lr!r}; expected a finite number, or "auto"')
     return config
 
 
@@ -173,11 +202,11 @@ def complete_config(config, args, world_size):
         config[key] = value
 
     accumulation, global_batch = (
-        config.get(key) if isinstance(config.get(key), int) else None
-        for key in ("gradient_accumulation_steps", "train_batch_size")
+        config.get("gradient_accumulation_steps", "auto"),
+        config.get("train_batch_size", "auto"),
     )
-    if accumulation is None:  # a global batch alone implies the accumulation that comes closest
-        accumulation = max(1, (global_batch or 0) // (args.batch_size * world_size))
+    if accumulation == "auto":  # a global batch alone implies the accumulation that comes closest
+        accumulation = 1 if global_batch == "auto" else max(1, global_batch // (args.batch_size * world_size))
     override("train_micro_batch_size_per_gpu", args.batch_size)
     override("gradient_accumulation_steps", accumulation)
     override("train_batch_size", args.batch_size * accumulation * world_size)
@@ -188,6 +217,10 @@ def complete_config(config, args, world_size):
     optimizer_params = config["optimizer"].setdefault("params", {})
     if args.learning_rate is not None:
         optimizer_params["lr"] = args.learning_rate
+        schedule = config.get("scheduler", {}).get("params", {})
+        if schedule.get("warmup_max_lr", "auto") not in ("auto", args.learning_rate):
+            notices.append(f"warmup_max_lr: --learning_rate is used, the configuration has {schedule['warmup_max_lr']}")
+            schedule["warmup_max_lr"] = args.learning_rate
     lr = optimizer_params.get("lr", "auto")
     lr = DEFAULT_LEARNING_RATE if lr == "auto" else lr
 
@@ -214,7 +247,7 @@ def complete_config(config, args, world_size):
         for key, value in section.items():
             if isinstance(value, dict):
                 fill(value, f"{prefix}{key}.")
-            elif value == "auto":
+            elif value == "auto" or (isinstance(value, list) and "auto" in value):
                 if prefix + key not in auto:
                     fail(f'--deepspeed_config {args.deepspeed_config}: {prefix}{key} cannot be "auto"; give a value')
                 section[key] = auto[prefix + key]
@@ -354,7 +387,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         hidden, weight, bias, labels, log_sum_exp = ctx.saved_tensors
         states = hidden.to(ctx.dtype)
         counted = labels != IGNORE_INDEX
-        scale = grad_loss * counted / counted.sum()  # d loss / d token loss: (tokens,)
+        scale = grad_loss * counted / counted.sum().clamp(min=1)  # d loss / d token loss: (tokens,)
         grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
         grad_weight, grad_bias = torch.empty_like(weight), torch.empty_like(bias)
         ones = states.new_ones(states.shape[0])
@@ -521,7 +554,8 @@ def load_wikitext_data(tokenizer_name, seq_length, batch_size, world_size, rank,
     try:
         tokens, tokenizer_length = load_text(dataset_name, tokenizer_name)
     except Exception as error:  # whatever the Hub client, the network or a file raised: the user needs one line
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        cause = error.__cause__ or error
+        reason = (str(cause).strip() or type(cause).__name__).splitlines()[0]
         raise ValueError(
             f"cannot load data set {dataset_name!r} with tokenizer {tokenizer_name!r}: {reason} "
             "(without network: --dataset TEXT_FILE_OR_FOLDER --tokenizer FOLDER)"
@@ -705,15 +739,20 @@ def start_distributed(args):
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
-    if "RANK" not in os.environ:  # started without a launcher
+    if "RANK" not in os.environ and mpi_world_size() == 1:  # started without a launcher
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    deepspeed.init_distributed(verbose=False)  # under MPI this sets LOCAL_RANK
     local_rank = int(os.environ.setdefault("LOCAL_RANK", str(max(args.local_rank, 0))))
     if get_accelerator().device_name() != "cpu":
         get_accelerator().set_device(local_rank)
     elif "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, os.cpu_count() // int(os.environ.get("LOCAL_SIZE", 1))))
-    deepspeed.init_distributed(verbose=False)
     return deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()
+
+
+def mpi_world_size():
+    """Processes of the MPI launcher that started this one, 1 where none did."""
+    return int(os.environ.get("OMPI_COMM_WORLD_SIZE") or os.environ.get("PMI_SIZE") or 1)
 
 
 def create_engine(args, config, vocab_size):
@@ -736,6 +775,11 @@ def create_engine(args, config, vocab_size):
             model = SimpleTransformerModel(
                 vocab_size, args.hidden_dim, args.num_layers, args.num_heads, max_seq_len=args.seq_length
             )
+        if zero3:  # nn.MultiheadAttention sets these to 0 only after zero.Init has taken them apart
+            biases = [layer.attention.out_proj.bias for layer in model.layers]
+            with deepspeed.zero.GatheredParameters(biases, modifier_rank=0):
+                for bias in biases:
+                    nn.init.zeros_(bias)
         if args.activation_checkpointing:
             model.enable_activation_checkpointing()
         if zero3 and not deepcompile:  # gather a block's weights in one go instead of module by module
@@ -743,9 +787,13 @@ def create_engine(args, config, vocab_size):
         engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
         if deepcompile:
             engine.compile()
-    except (AssertionError, ValueError, TypeError, KeyError) as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        fail(f"--deepspeed_config {args.deepspeed_config}: DeepSpeed refuses it: {reason}")
+    except (
+        *(AssertionError, AttributeError, ImportError, KeyError, RuntimeError, TypeError, ValueError),
+        deepspeed.DeepSpeedConfigError,
+    ) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()
+        reason = " ".join(reason[:1] if isinstance(error, RuntimeError) else reason)  # no C++ frames
+        fail(f"--deepspeed_config {args.deepspeed_config}: DeepSpeed cannot start with it: {reason}")
     return engine
 
 
@@ -760,15 +808,13 @@ def train_step(engine, micro_batches):
     return torch.stack(losses).mean()
 
 
-def open_loss_log(path):
+def open_loss_log(path, mode):
     """The loss CSV, written line by line so that a killed run keeps what it had; parent folders are made."""
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        loss_log = open(path, "w", buffering=1, encoding="utf-8")  # noqa: SIM115 (open as long as the run)
+        return open(path, mode, buffering=1, encoding="utf-8")
     except OSError as error:
         fail(f"--loss_log_file {path}: {error.strerror or error}; give a path that can be written")
-    loss_log.write("step,loss\n")
-    return loss_log
 
 
 def report(config_path, fields):
@@ -783,9 +829,10 @@ def report(config_path, fields):
 
 def main():
     """Train, measure and report. Returns the reported peak, allocation, time, losses and SUMMARY line as a dict."""
+    sys.stdout.reconfigure(errors="backslashreplace")  # no path or text can end a run for want of a character
     args = get_args()
     config = load_deepspeed_config(args.deepspeed_config)
-    config, notices = complete_config(config, args, int(os.environ.get("WORLD_SIZE", 1)))
+    config, notices = complete_config(config, args, int(os.environ.get("WORLD_SIZE") or mpi_world_size()))
 
     import deepspeed
     from deepspeed.accelerator import get_accelerator
@@ -805,7 +852,9 @@ def main():
     say(*(f"Notice: {notice}" for notice in notices))
     if on_cpu:
         say("Notice: no accelerator; memory is the process's resident memory, less what it used before the model")
-    loss_log = open_loss_log(args.loss_log_file) if rank == 0 and args.loss_log_file else None
+    loss_log = None
+    if rank == 0 and args.loss_log_file:
+        open_loss_log(args.loss_log_file, "a").close()  # fail now, but empty it only once there is a run to log
 
     vocab_size = args.vocab_size
     if args.use_real_data:
@@ -837,6 +886,10 @@ def main():
     update_ratios, changed_shares = [], []
     if not probe.supported:
         say(f"Notice: no update ratio: it is defined for AdamW, not for {type(engine.basic_optimizer).__name__}")
+
+    if rank == 0 and args.loss_log_file:
+        loss_log = open_loss_log(args.loss_log_file, "w")
+        loss_log.write("step,loss\n")
 
     gc.collect()
     gc.freeze()  # a collection during the steps need not walk the engine's objects

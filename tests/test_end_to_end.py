@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -174,8 +175,14 @@ def test_fewer_steps_than_warm_up_still_measure_and_say_so(tmp_path):
     ("content", "expected"),
     [
         (None, "No such file"),
-        ('{"bf16": {"enabled": true},}', "line 1 column"),
+        ('{"bf16": {"enabled": true}, "optimizer": {"type"', "line 1"),
         ("[1, 2]", "expected a JSON object"),
+        ('{"bf16": {"enabled": true, "enabled": false}}', "the same key"),
+        ('{"optimizer": "AdamW"}', "optimizer is 'AdamW'"),
+        ('{"optimizer": {}}', 'no "type"'),
+        ('{"optimizer": {"type": "AdamW", "params": {"lr": "1e-4"}}}', "lr is '1e-4'"),
+        ('{"gradient_accumulation_steps": 2.0}', "gradient_accumulation_steps is 2.0"),
+        ('{"zero_optimization": true}', "zero_optimization is True"),
         ('{"bf16": {"enabled": true, "bf16_optimizer_states": true}, "zero_optimization": {"stage": 3}}', "requires"),
     ],
 )
@@ -187,6 +194,15 @@ def test_a_configuration_that_cannot_work_is_one_line(content, expected, tmp_pat
     errors = [line for line in result.stderr.splitlines() if "Error" in line or "error" in line or "Traceback" in line]
     assert result.returncode == 2
     assert len(errors) == 1 and expected in errors[0] and str(config) in errors[0], result.stderr
+
+
+def test_a_failed_start_leaves_the_loss_file_of_an_earlier_run_alone(tmp_path):
+    loss_file = tmp_path / "loss.csv"
+    loss_file.write_text("step,loss\n0,1.0\n")
+    config = write_config(tmp_path / "config.json", zero_optimization={"stage": 9})
+    result = train(*TINY, "--deepspeed_config", config, "--loss_log_file", loss_file)
+    assert result.returncode == 2 and "DeepSpeed cannot start with it" in result.stderr
+    assert loss_file.read_text() == "step,loss\n0,1.0\n"
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_at_its_step(tmp_path):
@@ -211,11 +227,57 @@ def test_a_config_that_fails_is_named_and_does_not_stop_the_others(tmp_path):
 
 @pytest.mark.parametrize(
     "options",
-    [["--num_gpus", "0"], ["--configs", "missing.json"], ["--log_dir", "/proc/no"], ["--num_gpus"], ["--configs", ""]],
+    [
+        ["--num_gpus", "0"],
+        ["--configs", "missing.json"],
+        ["--configs", "configs/baseline.json\nmissing.json"],
+        ["--configs", ""],
+        ["--log_dir", "/proc/no"],
+        ["--num_gpus"],
+        ["--loss_log_file", "x.csv"],
+    ],
 )
 def test_a_bad_option_of_the_sweep_is_one_line(options):
     result = run("./run_all.sh", *options)
     assert (result.returncode, result.stderr.count("\n")) == (2, 1), result.stderr
+
+
+@pytest.fixture
+def stub_launcher(tmp_path):
+    """A folder with a `deepspeed` that prints its arguments, for what the sweep itself does."""
+    stub = tmp_path / "bin" / "deepspeed"
+    stub.parent.mkdir()
+    stub.write_text('#!/bin/sh\necho "ARGS: $*"\n')
+    stub.chmod(0o755)
+    return f"{stub.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+
+
+def test_the_sweep_runs_from_any_folder_through_a_link_and_with_spaces_in_paths(tmp_path, stub_launcher):
+    repository = tmp_path / "a repository"
+    shutil.copytree(ROOT, repository, ignore=shutil.ignore_patterns(".*", "logs", "results", "tests"))
+    (tmp_path / "link.sh").symlink_to(repository / "run_all.sh")
+    (repository / "my config.json").write_text("{}")
+    for command in (
+        [repository / "run_all.sh"],
+        ["./link.sh"],
+        ["./link.sh", "--configs", repository / "my config.json"],
+    ):
+        result = run(*command, "--log_dir", "some logs", cwd=tmp_path, PATH=stub_launcher)
+        assert "ARGS: --num_gpus 1" in result.stdout and "FAILED: gather_memory.py;" in result.stderr, result.stderr
+    assert "train.py" in (tmp_path / "some logs" / "my config.log").read_text()
+
+
+def test_two_sweeps_of_the_same_second_keep_apart(tmp_path, stub_launcher):
+    repository = tmp_path / "repository"
+    shutil.copytree(ROOT, repository, ignore=shutil.ignore_patterns(".*", "logs", "results", "tests"))
+    env = {**os.environ, "PATH": stub_launcher}
+    sweeps = [
+        subprocess.Popen("./run_all.sh", cwd=repository, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        for _ in range(3)
+    ]
+    for sweep in sweeps:
+        sweep.wait(60)
+    assert len(list((repository / "logs").iterdir())) == 3
 
 
 def processes_of(marker):

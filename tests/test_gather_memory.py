@@ -83,6 +83,9 @@ def test_a_config_path_with_spaces_survives():
         BASELINE.rsplit(" ", 1)[0],
         BASELINE[: BASELINE.index(" alloc")] + "00",
         BASELINE.replace("=0.1637", "="),
+        BASELINE.replace("0.1637", "0."),
+        BASELINE + " world_size=abc",
+        BASELINE + " world_size=0",
         BASELINE.replace("0.1637", "nan"),
         BASELINE.replace("0.1637", "inf"),
         BASELINE.replace("0.1637", "1e999"),
@@ -184,6 +187,19 @@ def test_plain_lines_of_several_ranks_are_merged_to_highest_memory_and_slowest_t
     assert "6.77 GB" in row(report, "baseline") and "0.1637 s" in row(report, "baseline")
 
 
+def test_lines_of_two_ranks_run_together_both_count(tmp_path, monkeypatch, capsys):
+    write_logs(tmp_path, baseline=BASELINE + BASELINE.replace("6269259264", "7269259264") + "\n\n")
+    _, report, _ = gather(tmp_path, monkeypatch, capsys)
+    assert "6.77 GB" in row(report, "baseline")
+
+
+def test_fields_that_are_not_numbers_do_not_end_the_report(tmp_path, monkeypatch, capsys):
+    odd = " world_size=1 mfu=high tail_loss=nan update_ratio=1e999 changed_share=x"
+    write_logs(tmp_path, baseline=BASELINE + odd, bf16_full=FULL + " world_size=1 mfu=0.1 update_ratio=0.5")
+    code, report, _ = gather(tmp_path, monkeypatch, capsys)
+    assert code == 0 and row(report, "baseline").endswith("n/a n/a n/a") and "mfu:                 high" in report
+
+
 def test_a_line_with_world_size_is_already_merged_and_the_last_one_counts(tmp_path, monkeypatch, capsys):
     first = BASELINE.replace("6269259264", "7269259264") + " world_size=2"
     write_logs(tmp_path, baseline=f"{first}\n{BASELINE} world_size=2\n{first[:-13]}\n")
@@ -223,6 +239,12 @@ def test_a_name_cannot_break_the_markdown_table(tmp_path, monkeypatch, capsys):
     write_logs(tmp_path, baseline=BASELINE, bf16_full=FULL.replace("configs/bf16_full", "a|b<i>`"))
     _, report, _ = gather(tmp_path, monkeypatch, capsys)
     assert r"| a\|b&lt;i&gt;\` | 2.83 GB |" in report
+
+
+def test_control_characters_in_a_name_cannot_break_the_text_table(tmp_path, monkeypatch, capsys):
+    write_logs(tmp_path, baseline=BASELINE, bf16_full=FULL.replace("bf16_full", "a%0Ab%1b"))
+    _, report, _ = gather(tmp_path, monkeypatch, capsys)
+    assert "a b" in report and "\x1b" not in report.split("Details")[0]
 
 
 def test_a_run_without_a_measured_time_shows_no_zero(tmp_path, monkeypatch, capsys):

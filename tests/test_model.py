@@ -121,6 +121,11 @@ def test_the_loss_and_all_gradients_equal_a_plain_implementation(model, input_id
         torch.testing.assert_close(ours[name], plains[name], rtol=1e-4, atol=1e-7, msg=lambda m, n=name: f"{n}: {m}")
 
 
+def test_labels_that_are_all_ignored_give_no_gradient(model, input_ids):
+    loss = model(input_ids, torch.full_like(input_ids, -100))
+    assert loss.isnan() and all((gradient == 0).all() for gradient in gradients(model, loss).values())
+
+
 def test_the_loss_scales_its_gradient(model, input_ids):
     once, thrice = gradients(model, model(input_ids, input_ids)), gradients(model, 3 * model(input_ids, input_ids))
     torch.testing.assert_close(thrice["layers.0.expand.weight"], 3 * once["layers.0.expand.weight"])
@@ -211,6 +216,7 @@ def test_a_sequence_longer_than_the_model_is_refused(model):
         ["--warmup_steps", "-1"],
         ["--no_such_option"],
         ["--dataset", "text.txt"],
+        ["--seed", "18446744073709551616"],
     ],
 )
 def test_a_bad_option_is_one_line_on_stderr(options, monkeypatch, capsys):
@@ -249,6 +255,18 @@ def test_the_learning_rate_is_the_jsons_unless_given(monkeypatch):
     assert complete(config, monkeypatch, "--learning_rate", "1e-5")[0]["optimizer"]["params"]["lr"] == 1e-5
 
 
+def test_a_given_learning_rate_is_not_undone_by_the_scheduler(monkeypatch):
+    config = {"optimizer": {"type": "AdamW"}, "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-6}}}
+    completed, notices = complete(config, monkeypatch, "--learning_rate", "1e-3")
+    assert completed["scheduler"]["params"]["warmup_max_lr"] == 1e-3 and "warmup_max_lr" in notices[0]
+
+
+def test_comments_in_the_configuration_are_read_as_deepspeed_does(tmp_path):
+    config = tmp_path / "config.json"
+    config.write_text('{\n  // a comment\n  "bf16": {"enabled": true}, # another\n}\n')
+    assert train.load_deepspeed_config(config) == {"bf16": {"enabled": True}}
+
+
 def test_auto_is_filled_in_as_hugging_face_does(monkeypatch):
     config = {
         "train_micro_batch_size_per_gpu": "auto",
@@ -256,7 +274,7 @@ def test_auto_is_filled_in_as_hugging_face_does(monkeypatch):
         "gradient_accumulation_steps": "auto",
         "gradient_clipping": "auto",
         "bf16": {"enabled": "auto"},
-        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto"}},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": ["auto", "auto"], "eps": "auto"}},
         "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_max_lr": "auto", "total_num_steps": "auto"}},
         "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"},
     }
