@@ -267,6 +267,27 @@ def test_comments_in_the_configuration_are_read_as_deepspeed_does(tmp_path):
     assert train.load_deepspeed_config(config) == {"bf16": {"enabled": True}}
 
 
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ('{"bf16": {"enabled": true}, "optimizer": {"type"', "line 1"),
+        ("[1, 2]", "expected a JSON object"),
+        ('{"bf16": {"enabled": true, "enabled": false}}', "the same key"),
+        ('{"optimizer": "AdamW"}', "optimizer is 'AdamW'"),
+        ('{"optimizer": {}}', 'no "type"'),
+        ('{"optimizer": {"type": "AdamW", "params": {"lr": "1e-4"}}}', "lr is '1e-4'"),
+        ('{"gradient_accumulation_steps": 2.0}', "gradient_accumulation_steps is 2.0"),
+        ('{"zero_optimization": true}', "zero_optimization is True"),
+    ],
+)
+def test_a_mistake_in_the_configuration_is_one_line_that_names_it(content, expected, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(SystemExit) as stop:
+        train.load_deepspeed_config(tmp_path / "config.json")
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.count("\n") == 1 and expected in error and "config.json" in error
+
+
 def test_auto_is_filled_in_as_hugging_face_does(monkeypatch):
     config = {
         "train_micro_batch_size_per_gpu": "auto",
