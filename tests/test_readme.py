@@ -16,7 +16,7 @@ def test_every_option_that_the_readme_names_exists():
 
 
 def test_every_file_that_the_readme_names_exists():
-    linked = re.findall(r"\]\(((?!http)[^)]+)\)", README)
+    linked = re.findall(r"\]\(((?!http|#)[^)]+)\)", README)
     named = re.findall(r"\b(?:configs|results)/[\w./]*\w", README)
     assert linked and named
     for path in linked + named:
