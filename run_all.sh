@@ -110,7 +110,7 @@ for config in "${configs[@]}"; do
   echo "== $name =="
   (
     set -o pipefail # tee must not hide that the run failed
-    deepspeed --num_gpus "$num_gpus" --master_port "$port" "$here/train.py" "${preset[@]}" "${options[@]}" \
+    deepspeed --num_gpus "$num_gpus" --master_port "$port" "${root}train.py" "${preset[@]}" "${options[@]}" \
       --loss_log_file "$log_dir/${name}_loss.csv" --deepspeed_config "$config" 2>&1 |
       tee "$log_dir/$name.log"
   ) </dev/null &
@@ -121,7 +121,7 @@ done
 trap - INT TERM HUP
 
 echo
-python3 "$here/gather_memory.py" --log_dir "$log_dir" || failed+=("gather_memory.py")
+python3 "${root}gather_memory.py" --log_dir "$log_dir" || failed+=("gather_memory.py")
 echo "Logs and summary.txt: $log_dir"
 if [ "${#failed[@]}" -gt 0 ]; then
   echo "run_all.sh: FAILED: ${failed[*]}; see the logs in $log_dir" >&2
