@@ -29,6 +29,12 @@ def test_the_readmes_table_is_the_one_of_the_published_run():
     assert table in README
 
 
+def test_the_readmes_sample_is_the_one_of_the_published_cpu_run():
+    summary = (ROOT / "results/cpu/55m/summary.txt").read_text()
+    assert f"```text\n{summary.split(chr(10) * 2 + 'Markdown:')[0]}\n```" in README
+    assert " 0.792 " in summary and "0.792 for the BF16 rows" in README
+
+
 @pytest.mark.parametrize("size", ["0.25b", "1.01b", "3.09b", "6.86b"])
 def test_the_readmes_growth_table_is_that_of_the_published_runs(size):
     rows = [line for line in (ROOT / "results/h200/growth/summary.txt").read_text().splitlines() if line[:1] == "|"]
