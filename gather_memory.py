@@ -35,6 +35,7 @@ LIKE_FOR_LIKE_KEYS = (
 LOW_UPDATE_RATIO = 0.9  # below it the report warns
 
 MARKER = b"SUMMARY:"
+SUMMARY_END = re.compile(rb"[\r\n]|SUMMARY:")  # the line's end, or where another rank wrote into the line
 CHUNK_BYTES = 1024**2
 MAX_LINE_BYTES = 64 * 1024  # what follows the marker; a longer line is not a summary
 
@@ -108,13 +109,10 @@ def summaries_in(path):
             buffer, at_end = buffer + chunk, not chunk
             start = 0
             while (marker := find_marker(buffer, start)) >= 0:
-                end = line_end(buffer, marker)
-                if end < 0 and not at_end and len(buffer) - marker < MAX_LINE_BYTES:
+                end = SUMMARY_END.search(buffer, marker + len(MARKER), marker + MAX_LINE_BYTES)
+                if not end and not at_end and len(buffer) - marker < MAX_LINE_BYTES:
                     break  # the rest of the line is in the next chunk
-                text = buffer[marker : end if end >= 0 else marker + MAX_LINE_BYTES]
-                text = (
-                    text[: text.find(MARKER, len(MARKER))] if text.count(MARKER) > 1 else text
-                )  # one summary at a time
+                text = buffer[marker : end.start() if end else marker + MAX_LINE_BYTES]
                 if summary := parse_summary_line(text.decode("utf-8", errors="replace")):
                     yield summary
                 start = marker + len(text)
@@ -132,12 +130,6 @@ def find_marker(buffer, start):
             return letter - MARKER.index(b"Y")
         letter += 1
     return buffer.find(MARKER, letter - MARKER.index(b"Y"))
-
-
-def line_end(buffer, start):
-    """Where the line that holds `start` ends: at its line feed or carriage return; -1 where it has none."""
-    ends = [end for end in (buffer.find(b"\n", start), buffer.find(b"\r", start)) if end >= 0]
-    return min(ends, default=-1)
 
 
 def merge_summaries(summaries):

@@ -660,11 +660,14 @@ class UpdateProbe:
 
     def before_step(self):
         """Remember the sampled weights. Before the first step there are no moments, and nothing is sampled."""
-        states = [(weight, state) for weight, state in self.optimizer.state.items() if "exp_avg" in state]
-        states = [(weight, state) for weight, state in states if state["exp_avg"].shape == weight.shape]  # in memory
+        states = [
+            (weight, state)
+            for weight, state in self.optimizer.state.items()
+            if "exp_avg" in state and state["exp_avg"].shape == weight.shape  # not swapped to NVMe
+        ]
         total = sum(weight.numel() for weight, _ in states)
         generator = torch.Generator().manual_seed(self.seed)
-        self.group = dict(self.optimizer.param_groups[0]) if states else {}  # a scheduler changes lr after the step
+        self.group = dict(self.optimizer.param_groups[0])  # a scheduler changes lr after the step
         self.parts = []
         for weight, state in states:
             count = math.ceil(self.samples * weight.numel() / total)
@@ -682,10 +685,12 @@ class UpdateProbe:
     def after_step(self):
         """Sums over this rank's sample: [<applied, intended>, <intended, intended>, weights changed, weights]."""
         sums = [0.0, 0.0, 0.0, 0.0]
-        t = max((float(state["step"]) for _, state, _, _ in self.parts), default=1.0)
+        if not self.parts:
+            return sums
+        lr, eps, weight_decay = (float(self.group[key]) for key in ("lr", "eps", "weight_decay"))
+        beta1, beta2 = self.group["betas"]
+        t = max(float(state["step"]) for _, state, _, _ in self.parts)
         for weight, state, index, before in self.parts:
-            lr, eps, weight_decay = (float(self.group[key]) for key in ("lr", "eps", "weight_decay"))
-            beta1, beta2 = self.group["betas"]
             exp_avg = self.sampled(state["exp_avg"], index) / (1 - beta1**t)
             exp_avg_sq = self.sampled(state["exp_avg_sq"], index) / (1 - beta2**t)
             intended = -lr * (exp_avg / (exp_avg_sq.sqrt() + eps) + weight_decay * before)
@@ -907,7 +912,8 @@ def main():
         elapsed_s = end - start
 
         loss = over_ranks([loss.item()], "SUM")[0] / world_size
-        elapsed_s, *stats = over_ranks([elapsed_s, *memory().values()], "MAX")
+        stats = memory()
+        elapsed_s, *highest = over_ranks([elapsed_s, *stats.values()], "MAX")
         step_times_s.append(elapsed_s)
         loss_history.append((step, loss))
         if loss_log:
@@ -915,7 +921,7 @@ def main():
         tracking_s += time.perf_counter() - end
         if log_step:
             line = f"Step {step}: loss={loss:.4f}, time={elapsed_s:.4f}s"
-            line += "".join(f", {key}={format_memory(value)}" for key, value in zip(memory(), stats, strict=True))
+            line += "".join(f", {key}={format_memory(value)}" for key, value in zip(stats, highest, strict=True))
             product, square, changed, sampled = over_ranks(probe.after_step(), "SUM")
             if square > 0:
                 update_ratios.append(product / square)
