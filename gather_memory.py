@@ -6,6 +6,7 @@ configuration, to stdout and to a file. Needs nothing but Python.
 """
 
 import argparse
+import importlib.util
 import math
 import os
 import re
@@ -18,6 +19,9 @@ CONFIG_NAMES = {
     "baseline": "Baseline (FP32 master weights, FP32 Adam)",
     "bf16_master_wg": "BF16 master weights and gradients (Adam on CPU)",
     "bf16_full": "BF16 full (master weights, gradients, Adam)",
+    "bf16_full_sr": "BF16 full, stochastic rounding",
+    "bf16_full_sr_8bit": "BF16 full, stochastic rounding, 8-bit Adam",
+    "baseline_deepcompile": "Baseline with DeepCompile",
 }
 INTEGER_KEYS = ("params", "peak_mem_bytes", "alloc_mem_bytes")
 REQUIRED_KEYS = ("config", *INTEGER_KEYS, "avg_step_time")
@@ -38,6 +42,9 @@ MARKER = b"SUMMARY:"
 SUMMARY_END = re.compile(rb"[\r\n]|SUMMARY:")  # the line's end, or where another rank wrote into the line
 CHUNK_BYTES = 1024**2
 MAX_LINE_BYTES = 64 * 1024  # what follows the marker; a longer line is not a summary
+
+HELD_OUT = re.compile(r"Held-out text after step (\d+): eval_loss=([\d.]+)")
+COLOURS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe & Ito
 
 ANSI_ESCAPE = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 FIELD = re.compile(r"\s*(\w+)=(\S+)", re.ASCII)
@@ -108,7 +115,7 @@ def summaries_in(path):
             chunk = log.read(CHUNK_BYTES)
             buffer, at_end = buffer + chunk, not chunk
             start = 0
-            while (marker := find_marker(buffer, start)) >= 0:
+            while (marker := buffer.find(MARKER, start)) >= 0:
                 end = SUMMARY_END.search(buffer, marker + len(MARKER), marker + MAX_LINE_BYTES)
                 if not end and not at_end and len(buffer) - marker < MAX_LINE_BYTES:
                     break  # the rest of the line is in the next chunk
@@ -117,19 +124,6 @@ def summaries_in(path):
                     yield summary
                 start = marker + len(text)
             buffer = buffer[marker:] if marker >= 0 else buffer[max(start, len(buffer) - len(MARKER) + 1) :]
-
-
-def find_marker(buffer, start):
-    """buffer.find(MARKER, start), five times as fast on a log: one rare letter is found by memchr."""
-    letter = start + MARKER.index(b"Y")
-    for _ in range(1000):  # text full of Ys is left to the plain search
-        letter = buffer.find(b"Y", letter)
-        if letter < 0:
-            return -1
-        if buffer.startswith(MARKER, letter - MARKER.index(b"Y")):
-            return letter - MARKER.index(b"Y")
-        letter += 1
-    return buffer.find(MARKER, letter - MARKER.index(b"Y"))
 
 
 def merge_summaries(summaries):
@@ -196,6 +190,7 @@ OPTIONAL_COLUMNS = (
     ("Peak bytes/parameter", "mfu", lambda summary: bytes_per_parameter(summary, "peak_mem_bytes")),
     ("MFU", "mfu", lambda summary: f"{summary['mfu']:.1%}"),
     ("Loss, last 10%", "tail_loss", lambda summary: f"{summary['tail_loss']:.3f}"),
+    ("Held-out loss", "eval_loss", lambda summary: f"{summary['eval_loss']:.3f}"),
     ("Update ratio", "update_ratio", lambda summary: f"{summary['update_ratio']:.3f}"),
     ("Weights changed", "changed_share", lambda summary: f"{summary['changed_share']:.1%}"),
 )
@@ -332,6 +327,88 @@ def build_report(results, log_dir):
 
 
 # ---------------------------------------------------------------------------------------------------
+# Pictures
+# ---------------------------------------------------------------------------------------------------
+
+
+def new_figure(height_inches, title):
+    """A figure and its axes, sized to be read at the width of a README."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, height_inches), dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def plot_memory(results, path):
+    """Horizontal bars of peak and allocated memory of each log, the bytes of the model states marked."""
+    logs = [log for log, summary in results.items() if summary]
+    figure, axes = new_figure(1.3 + 0.75 * len(logs), "GPU memory, highest rank (1 GB = 1024³ bytes)")
+    for row, log in enumerate(logs):
+        bars = (("peak", "peak_mem_bytes", "#56B4E9"), ("allocated after the run", "alloc_mem_bytes", "#0072B2"))
+        for offset, (label, key, colour) in zip((-0.19, 0.19), bars, strict=True):
+            gb = results[log][key] / 1024**3
+            axes.barh(row + offset, gb, 0.36, color=colour, label=label if row == 0 else None)
+            axes.text(gb, row + offset, f" {gb:.2f}", va="center", fontsize=9)
+        if has_number(results[log], "model_state_bytes"):
+            gb = results[log]["model_state_bytes"] / 1024**3
+            label = None if axes.lines else "model states"
+            axes.plot([gb, gb], [row - 0.42, row + 0.42], color="#D55E00", linewidth=2, label=label)
+    if any(results[log].get("memory") == "process_resident" for log in logs):
+        axes.set_title("Resident memory of the process, highest rank (1 GB = 1024³ bytes)", loc="left", fontsize=11)
+    axes.set_yticks(range(len(logs)), [short_name(log, results) for log in logs])
+    axes.invert_yaxis()
+    axes.margins(x=0.1)
+    axes.set_xlabel("GB")
+    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    figure.savefig(path)
+
+
+def plot_losses(curves, results, path):
+    """Loss over steps of each log, smoothed over raw; one colour a configuration, final values in the legend."""
+    figure, axes = new_figure(4.5, "Training loss, smoothed over raw")
+    finals, colours = {}, {}
+    for log, (losses, held_out) in curves.items():
+        name = short_name(log, results, with_log=False)
+        colour = colours.setdefault(name, COLOURS[len(colours) % len(COLOURS)])
+        window = max(1, len(losses) // 25)
+        smooth = [sum(losses[max(0, i - window + 1) : i + 1]) / min(i + 1, window) for i in range(len(losses))]
+        axes.plot(losses, color=colour, alpha=0.12, linewidth=0.7)
+        axes.plot(smooth, color=colour, linewidth=1.5)
+        if held_out:
+            axes.plot(*zip(*held_out, strict=True), "o", color=colour, markersize=4)
+            axes.set_title("Training loss, smoothed over raw; dots: held-out text", loc="left", fontsize=11)
+        tail = losses[-math.ceil(len(losses) / 10) :]
+        finals.setdefault(name, []).append(f"{sum(tail) / len(tail):.3f}")
+    handles = [axes.plot([], [], color=colours[name], label=f"{name}: {', '.join(finals[name])}")[0] for name in finals]
+    axes.legend(handles=handles, title="mean of the last 10 % of steps", frameon=False, fontsize=9, title_fontsize=9)
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel("loss")
+    figure.savefig(path)
+
+
+def short_name(log, results, with_log=True):
+    """The stem of the configuration's file, with the log's name where several logs ran it."""
+    stems = {name: re.split(r"[/\\]", s["config"])[-1].removesuffix(".json") for name, s in results.items() if s}
+    stem = stems.get(log, Path(log).stem)
+    return f"{stem}\n[{log}]" if with_log and list(stems.values()).count(stem) > 1 else stem
+
+
+def read_curves(log_dir, results):
+    """Map each log with a `<stem>_loss.csv` beside it to (losses, [(step, held-out loss)])."""
+    curves = {}
+    for log in results:
+        csv = (log_dir / log).with_name(f"{Path(log).stem}_loss.csv")
+        rows = re.findall(r"^\d+,([-+.\deE]+)$", csv.read_text(), re.MULTILINE) if csv.is_file() else []
+        if rows:
+            held_out = HELD_OUT.findall((log_dir / log).read_text(errors="replace"))
+            curves[log] = [float(loss) for loss in rows], [(int(step), float(loss)) for step, loss in held_out]
+    return curves
+
+
+# ---------------------------------------------------------------------------------------------------
 # Files
 # ---------------------------------------------------------------------------------------------------
 
@@ -373,8 +450,11 @@ def main():
     )
     parser.add_argument("--log_dir", type=str, required=True, help="Directory containing log files")
     parser.add_argument("--output", type=str, default=None, help="Output file (default: LOG_DIR/summary.txt)")
+    parser.add_argument("--plot", action="store_true", help="also draw LOG_DIR/memory.png and loss.png (matplotlib)")
     args = parser.parse_args()
 
+    if args.plot and not importlib.util.find_spec("matplotlib"):
+        return failed("--plot needs matplotlib, which is not installed; pip install matplotlib")
     log_dir = Path(args.log_dir)
     if not log_dir.is_dir():
         return failed(f"--log_dir {log_dir} is not a folder; give the one that run_all.sh wrote")
@@ -387,6 +467,10 @@ def main():
         write_whole(Path(args.output) if args.output else log_dir / "summary.txt", report)
         encoding = sys.stdout.encoding or "utf-8"
         print(report.encode(encoding, "backslashreplace").decode(encoding), end="", flush=True)
+        if args.plot:
+            plot_memory(results, log_dir / "memory.png")
+            if curves := read_curves(log_dir, results):
+                plot_losses(curves, results, log_dir / "loss.png")
     except OSError as error:
         return failed(f"{error.filename or log_dir}: {error.strerror or error}")
     return 0

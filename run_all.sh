@@ -12,13 +12,14 @@ Usage: ./run_all.sh [--num_gpus N] [--configs "A.json B.json"] [--log_dir DIR] [
 Runs train.py with each DeepSpeed configuration in turn through the deepspeed launcher, then gather_memory.py.
 
   --num_gpus N       GPUs of this machine to use (default: 1); without a GPU, that many CPU processes
-  --configs "A B"    configurations to run (default: baseline, bf16_master_wg and bf16_full of configs/); a path with
-                     spaces only by itself
+  --configs "A B"    configurations to run (default: baseline, bf16_master_wg, bf16_full and, where torchao is installed,
+                     bf16_full_sr of configs/); a path with spaces only by itself
   --log_dir DIR      where the logs go (default: logs/<timestamp>)
   --help             this text
   anything else      is given to train.py as it is: see python train.py --help
 
-Written to the log folder: <config>.log, <config>_loss.csv, and the comparison in summary.txt.
+Written to the log folder: <config>.log, <config>_loss.csv, the comparison in summary.txt and, where matplotlib is
+installed, memory.png and loss.png.
 A configuration that fails does not stop the others; it is named at the end, and the exit status is 1.
 Ctrl-C ends all processes (exit status 130). Each run takes a free port, so two sweeps can run side by side.
 
@@ -34,7 +35,7 @@ die() {
 }
 
 num_gpus=1
-configs=("${root}configs/baseline.json" "${root}configs/bf16_master_wg.json" "${root}configs/bf16_full.json")
+configs=()
 log_dir=""
 options=()
 while [ $# -gt 0 ]; do
@@ -45,7 +46,10 @@ while [ $# -gt 0 ]; do
       [ $# -ge 2 ] || die "$1 needs a value (see --help)"
       case "$1" in
         --num_gpus) num_gpus=$2 ;;
-        --configs) if [ -f "$2" ]; then configs=("$2"); else read -r -d '' -a configs <<<"$2" || true; fi ;;
+        --configs)
+          if [ -f "$2" ]; then configs=("$2"); else read -r -d '' -a configs <<<"$2" || true; fi
+          [ "${#configs[@]}" -gt 0 ] || die "--configs is empty; give at least one DeepSpeed JSON"
+          ;;
         --log_dir) log_dir=$2 ;;
       esac
       shift 2
@@ -56,7 +60,11 @@ while [ $# -gt 0 ]; do
 done
 
 [[ "$num_gpus" =~ ^[1-9][0-9]*$ ]] || die "--num_gpus '$num_gpus' is not a whole number of at least 1"
-[ "${#configs[@]}" -gt 0 ] || die "--configs is empty; give at least one DeepSpeed JSON"
+installed() { python3 -c "import importlib.util, sys; sys.exit(not importlib.util.find_spec('$1'))"; }
+if [ "${#configs[@]}" -eq 0 ]; then
+  configs=("${root}configs/baseline.json" "${root}configs/bf16_master_wg.json" "${root}configs/bf16_full.json")
+  if installed torchao; then configs+=("${root}configs/bf16_full_sr.json"); fi
+fi
 for config in "${configs[@]}"; do [ -f "$config" ] || die "--configs: no file $config"; done
 names=$(basename -as .json "${configs[@]}")
 [ -z "$(sort <<<"$names" | uniq -d)" ] || die "--configs: two files share the name $(sort <<<"$names" | uniq -d | head -n 1)"
@@ -121,7 +129,9 @@ done
 trap - INT TERM HUP
 
 echo
-python3 "${root}gather_memory.py" --log_dir "$log_dir" || failed+=("gather_memory.py")
+plot=()
+if installed matplotlib; then plot=(--plot); fi
+python3 "${root}gather_memory.py" --log_dir "$log_dir" "${plot[@]}" || failed+=("gather_memory.py")
 echo "Logs and summary.txt: $log_dir"
 if [ "${#failed[@]}" -gt 0 ]; then
   echo "run_all.sh: FAILED: ${failed[*]}; see the logs in $log_dir" >&2

@@ -14,11 +14,13 @@ import argparse
 import copy
 import ctypes
 import gc
+import importlib.util
 import json
 import math
 import os
 import platform
 import re
+import resource
 import statistics
 import sys
 import time
@@ -44,8 +46,13 @@ IGNORE_INDEX = -100  # the Hugging Face label that carries no loss
 LOGITS_CHUNK_ELEMENTS = 8 * 2**20
 MIN_VOCAB_CHUNK = 1024
 
+EVAL_BATCHES = 50  # at most, on each rank
+
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
+DEEPCOMPILE_WARMUP_STEPS = 10  # DeepCompile compiles in step 0 and, with what it has then profiled, in step 5
+STATE_PARTS = ("weights", "gradients", "master_weights", "moments")
+MIN_8BIT_BLOCK = 8  # elements that share one fp32 scale; at smaller ones 8-bit moments save nothing over BF16
 UPDATE_SAMPLES = 2**20  # master weights, over all ranks, on which the update ratio is measured
 
 # Dense BF16 peak in TFLOP/s, from the vendors' data sheets, by a part of the device's name.
@@ -129,16 +136,23 @@ def get_args():
     source = f"Hub NAME or NAME:CONFIG, a text file, or a folder of *.txt files; left out: {DEFAULT_DATASET}"
     add("--dataset", metavar="SOURCE", help=source)
     add("--tokenizer", metavar="SOURCE", help=f"Hub NAME, or a local folder; left out: {DEFAULT_TOKENIZER}")
+    add("--eval_steps", type=at_least(1), metavar="N", help="every N steps, loss on the text's last tenth, held out")
     add = parser.add_argument_group("measurement and logs").add_argument
-    add("--warmup_steps", type=at_least(0), default=5, metavar="N", help="first steps left out of the average time")
+    add(
+        "--warmup_steps",
+        type=at_least(0),
+        default=5,
+        metavar="N",
+        help="first steps left out of the average time (DeepCompile: at least 10)",
+    )
     add("--log_interval", type=at_least(1), default=5, metavar="N", help="print every N-th step")
     add("--loss_log_file", metavar="CSV", help="write step,loss to this file as the run goes")
     args = parser.parse_args()
 
     if args.hidden_dim % args.num_heads:
         parser.error(f"--num_heads {args.num_heads} does not divide --hidden_dim {args.hidden_dim}")
-    if not args.use_real_data and (args.dataset or args.tokenizer):
-        parser.error("--dataset and --tokenizer do nothing without --use_real_data; add it")
+    if not args.use_real_data and (args.dataset or args.tokenizer or args.eval_steps):
+        parser.error("--dataset, --tokenizer and --eval_steps do nothing without --use_real_data; add it")
     args.dataset, args.tokenizer = args.dataset or DEFAULT_DATASET, args.tokenizer or DEFAULT_TOKENIZER
     return args
 
@@ -180,7 +194,27 @@ def load_deepspeed_config(path):
     lr = config.get("optimizer", {}).get("params", {}).get("lr", "auto")
     if lr != "auto" and (type(lr) not in (int, float) or not 0 <= lr < math.inf):
         fail(f'{option}: optimizer.params.lr is {lr!r}; expected a finite number, or "auto"')
+    if wants_torchao(config):
+        if config["optimizer"]["type"] not in ("AdamW", "AdamW8bit"):
+            fail(f"{option}: bf16_stochastic_round is torchao's option for AdamW and AdamW8bit; change optimizer.type")
+        if not config.get("bf16", {}).get("bf16_master_weights_and_grads"):
+            fail(
+                f"{option}: {config['optimizer']['type']} with bf16_stochastic_round rounds BF16 master weights; "
+                "set bf16.bf16_master_weights_and_grads to true"
+            )
+        if not importlib.util.find_spec("torchao"):
+            fail(f"{option}: its optimizer comes from torchao, which is not installed; pip install torchao")
     return config
+
+
+def wants_torchao(config):
+    """Whether the optimizer is one of torchao's: its AdamW where `bf16_stochastic_round` is given, or its AdamW8bit."""
+    optimizer = config.get("optimizer", {})
+    return optimizer.get("type") == "AdamW8bit" or "bf16_stochastic_round" in optimizer.get("params", {})
+
+
+def wants_deepcompile(config):
+    return config.get("compile", {}).get("deepcompile", False)
 
 
 def complete_config(config, args, world_size):
@@ -530,7 +564,9 @@ def load_text(dataset_name, tokenizer_name):
     return column.flatten().to_numpy(zero_copy_only=False).astype(np.int64), len(tokenizer)
 
 
-def load_wikitext_data(tokenizer_name, seq_length, batch_size, world_size, rank, dataset_name=DEFAULT_DATASET, seed=42):
+def load_wikitext_data(
+    tokenizer_name, seq_length, batch_size, world_size, rank, dataset_name=DEFAULT_DATASET, seed=42, part="all"
+):
     """Text as full sequences of tokens, packed without padding, this rank's share of them.
 
     Args:
@@ -539,6 +575,7 @@ def load_wikitext_data(tokenizer_name, seq_length, batch_size, world_size, rank,
         world_size, rank: the data-parallel group; ranks draw disjoint sequences.
         dataset_name: NAME or NAME:CONFIG on the Hub (1 % of its train split), a text file, or a folder of *.txt.
         seed: of the shuffling, which also changes with each epoch.
+        part: "all" sequences; or "train", without the last tenth; or "held_out", at most EVAL_BATCHES of that tenth.
 
     Returns:
         (dataloader, vocab_size): batches are int64 (batch_size, seq_length); vocab_size is the tokenizer's, padded
@@ -564,13 +601,21 @@ def load_wikitext_data(tokenizer_name, seq_length, batch_size, world_size, rank,
         torch.distributed.barrier()
 
     num_sequences = len(tokens) // seq_length
-    if num_sequences < batch_size * world_size:
-        raise ValueError(
-            f"data set {dataset_name!r} is too short: its {len(tokens)} tokens are {num_sequences} sequences of "
-            f"{seq_length}, one batch on each rank takes {batch_size * world_size}; use more text or a smaller batch"
-        )
     sequences = torch.from_numpy(tokens[: num_sequences * seq_length]).view(num_sequences, seq_length)
-    sampler = DistributedSampler(sequences, num_replicas=world_size, rank=rank, seed=seed, drop_last=True)
+    global_batch, first_held_out = batch_size * world_size, math.ceil(num_sequences * 0.9)
+    if part == "train":
+        sequences = sequences[:first_held_out]
+    elif part == "held_out":
+        sequences = sequences[first_held_out:][: EVAL_BATCHES * global_batch]
+    if len(sequences) < global_batch:
+        raise ValueError(
+            f"data set {dataset_name!r} is too short: of its {len(tokens)} tokens, {len(sequences)} sequences of "
+            f"{seq_length} are for {part.replace('_', ' ')}, one batch on each rank takes {global_batch}; "
+            "use more text or a smaller batch"
+        )
+    sampler = DistributedSampler(
+        sequences, num_replicas=world_size, rank=rank, shuffle=part != "held_out", seed=seed, drop_last=True
+    )
     dataloader = DataLoader(sequences, batch_size=batch_size, sampler=sampler, drop_last=True)
     return dataloader, math.ceil(tokenizer_length / 64) * 64  # tensor cores like multiples of 64
 
@@ -701,6 +746,31 @@ class UpdateProbe:
         return sums
 
 
+def model_states(engine):
+    """The model states that are alive on this rank, from the tensors themselves.
+
+    Returns:
+        {(part, dtype, device type): bytes}; the parts are STATE_PARTS. A storage counts once, in the first part that
+        holds it, so that a weight which is its own master counts as a weight.
+    """
+    zero, optimizer = engine.optimizer, engine.basic_optimizer
+    weights = [tensor for p in engine.module.parameters() for tensor in (getattr(p, "ds_tensor", None), p)]
+    masters = list(optimizer.state)
+    gradients = [tensor.grad for tensor in (*engine.module.parameters(), *masters)]
+    gradients.append(getattr(zero, "grad_partitions_flat_buffer", None))  # ZeRO-3
+    moments = [tensor for state in optimizer.state.values() for name, tensor in state.items() if "exp_avg" in name]
+    states, seen = {}, set()
+    for part, tensors in zip(STATE_PARTS, (weights, gradients, masters, moments), strict=True):
+        for tensor in tensors:
+            inner = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else []  # 8-bit moments
+            for piece in [getattr(tensor, name) for name in inner] or [tensor]:
+                if piece is not None and piece.numel() and piece.untyped_storage().data_ptr() not in seen:
+                    seen.add(piece.untyped_storage().data_ptr())
+                    key = (part, str(piece.dtype).removeprefix("torch."), piece.device.type)
+                    states[key] = states.get(key, 0) + piece.untyped_storage().nbytes()
+    return states
+
+
 def over_ranks(values, op):
     """`values` (numbers) combined elementwise over all ranks by the name of a reduction, such as "MAX"."""
     import deepspeed.comm as dist
@@ -760,13 +830,44 @@ def mpi_world_size():
     return int(os.environ.get("OMPI_COMM_WORLD_SIZE") or os.environ.get("PMI_SIZE") or 1)
 
 
+def torchao_adamw(parameters, type_name, params):
+    """torchao's AdamW, or its AdamW8bit: at their option `bf16_stochastic_round`, BF16 weights round stochastically.
+
+    Each update is computed in fp32 and rounded up or down at random, so that the weights move as intended on average.
+    """
+    from torchao import optim
+
+    class TorchaoAdamW(optim._AdamW if type_name == "AdamW" else optim.AdamW8bit):
+        def step(self, closure=None):
+            for group in self.param_groups:  # torchao compiles over a tensor, schedulers and logs want a number
+                group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32)
+            super().step(closure)
+            for group in self.param_groups:
+                group["lr"] = group["lr"].item()
+
+        if type_name == "AdamW8bit":
+
+            def _new_buffer(self, p, signed):
+                # torchao keeps full-size moments where its block of 256 does not divide the tensor, as it rarely does
+                # divide a flat ZeRO partition; a smaller block does.
+                block_size = math.gcd(256, p.numel())
+                if block_size < MIN_8BIT_BLOCK:
+                    fail(f"AdamW8bit: a partition of {p.numel()} elements divides into no blocks of {MIN_8BIT_BLOCK}")
+                return self._subclass_zeros(p, signed, block_size)
+
+    TorchaoAdamW.__name__ = type_name  # what DeepSpeed and UpdateProbe go by
+    optimizer = TorchaoAdamW(parameters, **params)
+    optimizer.param_groups[0]["lr"] = params["lr"]
+    return optimizer
+
+
 def create_engine(args, config, vocab_size):
     """Model and DeepSpeed engine; a configuration that DeepSpeed refuses ends the program with its reason."""
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
     zero3 = config.get("zero_optimization", {}).get("stage", 0) == 3
-    deepcompile = config.get("compile", {}).get("deepcompile", False)
+    deepcompile = wants_deepcompile(config)
     if deepcompile and get_accelerator().device_name() == "cpu":
         fail(f"--deepspeed_config {args.deepspeed_config}: compile.deepcompile needs a GPU; take it out of the JSON")
     deepspeed.utils.nvtx.enable_nvtx = False  # thousands of Python calls a step that only a profiler would see
@@ -789,7 +890,14 @@ def create_engine(args, config, vocab_size):
             model.enable_activation_checkpointing()
         if zero3 and not deepcompile:  # gather a block's weights in one go instead of module by module
             deepspeed.utils.set_z3_leaf_modules(model, [SimpleTransformerBlock])
-        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+        optimizer = None
+        if wants_torchao(config):
+            config = dict(config)
+            section = config.pop("optimizer")  # DeepSpeed knows no such optimizer: it gets it made
+            optimizer = torchao_adamw(model.parameters(), section["type"], section["params"])
+        engine, *_ = deepspeed.initialize(
+            model=model, model_parameters=model.parameters(), optimizer=optimizer, config=config
+        )
         if deepcompile:
             engine.compile()
     except (
@@ -811,6 +919,15 @@ def train_step(engine, micro_batches):
         engine.step()
         losses.append(loss.detach())
     return torch.stack(losses).mean()
+
+
+def evaluate(engine, dataloader, device):
+    """Mean loss over the batches of this rank, without training."""
+    engine.eval()
+    with torch.no_grad():
+        losses = [engine(input_ids, labels=input_ids) for input_ids in (batch.to(device) for batch in dataloader)]
+    engine.train()
+    return torch.stack(losses).mean().item()
 
 
 def open_loss_log(path, mode):
@@ -864,9 +981,9 @@ def main():
     vocab_size = args.vocab_size
     if args.use_real_data:
         try:
-            dataloader, vocab_size = load_wikitext_data(
-                args.tokenizer, args.seq_length, args.batch_size, world_size, rank, args.dataset, args.seed
-            )
+            data = (args.tokenizer, args.seq_length, args.batch_size, world_size, rank, args.dataset, args.seed)
+            dataloader, vocab_size = load_wikitext_data(*data, "train" if args.eval_steps else "all")
+            held_out, _ = load_wikitext_data(*data, "held_out") if args.eval_steps else (None, None)
         except ValueError as error:
             fail(error)
         batches = endless(dataloader)
@@ -930,15 +1047,26 @@ def main():
             say(line)
         if not math.isfinite(loss):
             fail(f"the loss is {loss} at step {step}; lower --learning_rate or set gradient_clipping in the JSON", 1)
+        if args.eval_steps and ((step + 1) % args.eval_steps == 0 or step == args.num_steps - 1):
+            eval_loss = over_ranks([evaluate(engine, held_out, device)], "SUM")[0] / world_size
+            say(f"Held-out text after step {step}: eval_loss={eval_loss:.4f}")
     if loss_log:
         loss_log.close()
 
     del micro_batches  # what is left is the model and the optimizer, not the last step's data
     gc.collect()
-    allocated, reserved, peak = map(int, over_ranks([*memory().values()], "MAX"))
-    warmup_steps = min(args.warmup_steps, args.num_steps - 1)
-    if warmup_steps < args.warmup_steps:
-        say(f"Notice: {args.num_steps} step(s) leave none after {args.warmup_steps} of warm-up: the last one is timed")
+    states = model_states(engine)
+    state_bytes = [
+        sum(size for (name, _, place), size in states.items() if name == part and place == torch.device(device).type)
+        for part in STATE_PARTS
+    ]
+    state_bytes = dict(zip(STATE_PARTS, map(int, over_ranks(state_bytes, "MAX")), strict=True))
+    host_peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # of the process since it began
+    allocated, reserved, peak, host_peak = map(int, over_ranks([*memory().values(), host_peak], "MAX"))
+    asked = max(args.warmup_steps, DEEPCOMPILE_WARMUP_STEPS if wants_deepcompile(config) else 0)
+    warmup_steps = min(asked, args.num_steps - 1)
+    if warmup_steps < asked:
+        say(f"Notice: {args.num_steps} step(s) leave none after {asked} of warm-up: the last one is timed")
     timed_s = step_times_s[warmup_steps:]
     mean_s = statistics.fmean(timed_s)
     tokens_per_second = world_size * accumulation * args.batch_size * args.seq_length / mean_s
@@ -951,6 +1079,9 @@ def main():
         "world_size": world_size,
         "reserved_mem_bytes": reserved,
         "init_peak_mem_bytes": init_peak,
+        "host_peak_bytes": host_peak,
+        "model_state_bytes": sum(state_bytes.values()),
+        **{f"{part}_bytes": size for part, size in state_bytes.items()},
         "median_step_time": f"{statistics.median(timed_s):.4f}",
         "timed_steps": len(timed_s),
         "tracking_time": f"{tracking_s / args.num_steps:.6f}",
@@ -959,6 +1090,7 @@ def main():
         **({"mfu": f"{tflops_per_gpu / peak_tflops():.4f}"} if peak_tflops() else {}),
         "final_loss": f"{loss:.4f}",
         "tail_loss": f"{statistics.fmean(loss for _, loss in loss_history[-math.ceil(args.num_steps / 10) :]):.4f}",
+        **({"eval_loss": f"{eval_loss:.4f}"} if args.eval_steps else {}),
         **({"update_ratio": f"{statistics.fmean(update_ratios):.4f}"} if update_ratios else {}),
         **({"changed_share": f"{statistics.fmean(changed_shares):.4f}"} if changed_shares else {}),
         "batch_size": args.batch_size,
@@ -967,6 +1099,8 @@ def main():
         "activation_checkpointing": int(args.activation_checkpointing),
         "memory": "process_resident" if on_cpu else "device_allocator",
     }
+    for (part, dtype, place), size in states.items():
+        say(f"State on {place}: {part} {format_memory(size)} {dtype}")
     lines = report(args.deepspeed_config, fields)
     say(*lines)
 

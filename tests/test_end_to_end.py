@@ -16,7 +16,7 @@ from conftest import ROOT, TINY, run, train
 
 import gather_memory
 
-CONFIGS = ("baseline", "bf16_master_wg", "bf16_full")
+CONFIGS = ("baseline", "bf16_master_wg", "bf16_full", "bf16_full_sr")
 
 
 def summary_of(output):
@@ -41,7 +41,7 @@ def write_config(path, **changes):
     return path
 
 
-# Sweeps: all three configurations through the launcher
+# Sweeps: the default configurations through the launcher
 
 
 @pytest.fixture(scope="session")
@@ -65,7 +65,7 @@ def test_the_sweep_leaves_logs_losses_and_a_true_table(sweep_on_one_process):
     log_dir, result = sweep_on_one_process
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     assert {path.name for path in log_dir.iterdir()} == {
-        "summary.txt",
+        *("summary.txt", "memory.png", "loss.png"),
         *(f"{name}{ending}" for name in CONFIGS for ending in (".log", "_loss.csv")),
     }
     table = (log_dir / "summary.txt").read_text()
@@ -96,6 +96,8 @@ def test_the_update_ratio_shows_that_bf16_master_weights_lose_updates(sweep_on_o
         assert summaries["baseline"]["changed_share"] > 0.95
         for name in ("bf16_master_wg", "bf16_full"):
             assert 0 < summaries[name]["update_ratio"] < 0.9 and summaries[name]["changed_share"] < 0.5
+        assert summaries["bf16_full_sr"]["update_ratio"] == pytest.approx(1, abs=0.05)
+        assert summaries["bf16_full_sr"]["changed_share"] < 0.5
         assert "of the update is lost to rounding" in (log_dir / "summary.txt").read_text()
 
 
@@ -122,6 +124,61 @@ def test_the_same_seed_gives_the_same_losses_and_another_seed_others(sweep_on_on
     assert all(result.returncode == 0 for result in results), results[0].stderr[-2000:]
     first, again, other = (losses_of(tmp_path / f"{i}.csv") for i in range(3))
     assert first == again and first != other
+
+
+def test_stochastic_rounding_with_the_same_seed_gives_the_same_losses(tmp_path):
+    options = [*TINY, "--deepspeed_config", "configs/bf16_full_sr.json", "--loss_log_file"]
+    results = [train(*options, tmp_path / f"{i}.csv", "--seed", seed) for i, seed in enumerate((1, 1, 2))]
+    assert all(result.returncode == 0 for result in results), results[0].stderr[-2000:]
+    first, again, other = (losses_of(tmp_path / f"{i}.csv") for i in range(3))
+    assert first == again and first != other
+
+
+def test_stochastic_rounding_learns_what_rounding_to_nearest_loses(tmp_path, text_and_tokenizer):
+    text, tokenizer = text_and_tokenizer
+    options = ["--use_real_data", "--dataset", text, "--tokenizer", tokenizer, "--num_steps", 60]
+    finals = {}
+    for name in ("baseline", "bf16_full", "bf16_full_sr"):
+        config = f"configs/{name}.json"
+        result = train(*TINY, *options, "--deepspeed_config", config, "--learning_rate", "3e-4", "--eval_steps", 30)
+        assert result.returncode == 0, result.stderr[-2000:]
+        finals[name] = summary_of(result.stdout)
+        held_out = re.findall(r"^Held-out text after step (\d+): eval_loss=([\d.]+)", result.stdout, re.M)
+        assert [int(step) for step, _ in held_out] == [29, 59]
+        assert float(held_out[1][1]) == finals[name]["eval_loss"] < float(held_out[0][1])
+    for key in ("tail_loss", "eval_loss"):
+        baseline, full, stochastic = (finals[name][key] for name in finals)
+        assert full - baseline > 0.02 and abs(stochastic - baseline) < 0.25 * (full - baseline), finals
+
+
+# What the model states are made of, from the live tensors
+
+
+@pytest.mark.parametrize(
+    ("name", "bytes_per_parameter", "dtypes"),
+    [
+        ("baseline", {"weights": 2, "gradients": 2, "master_weights": 4, "moments": 8}, ("bfloat16", "float32")),
+        ("bf16_master_wg", {"weights": 2, "gradients": 4, "master_weights": 2, "moments": 8}, ("bfloat16", "float32")),
+        ("bf16_full", {"weights": 2, "gradients": 2, "master_weights": 2, "moments": 4}, ("bfloat16", "bfloat16")),
+        ("bf16_full_sr", {"weights": 2, "gradients": 2, "master_weights": 2, "moments": 4}, ("bfloat16", "bfloat16")),
+        ("bf16_full_sr_8bit", {"weights": 2, "gradients": 2, "master_weights": 2, "moments": 2.03}, ("bfloat16", None)),
+    ],
+)
+def test_the_live_states_have_the_size_and_precision_that_the_configuration_says(name, bytes_per_parameter, dtypes):
+    result = train(*TINY, "--deepspeed_config", f"configs/{name}.json", "--num_steps", 2)
+    assert result.returncode == 0, result.stderr[-2000:]
+    summary = summary_of(result.stdout)
+    for part, size in bytes_per_parameter.items():
+        assert summary[f"{part}_bytes"] == pytest.approx(size * summary["params"], rel=0.03), part
+    assert summary["model_state_bytes"] == sum(summary[f"{part}_bytes"] for part in bytes_per_parameter)
+    found = re.findall(r"^State on cpu: (\w+) [\d.]+ GB (\w+)$", result.stdout, re.M)
+    assert {part: dtype for part, dtype in found if part != "moments"} == {
+        "weights": "bfloat16",
+        "gradients": "bfloat16",
+        "master_weights": "float32" if name == "baseline" else "bfloat16",
+    }
+    moments = {dtype for part, dtype in found if part == "moments"}
+    assert moments == ({dtypes[1]} if dtypes[1] else {"uint8", "float32"})  # 8-bit codes, and a scale for each block
 
 
 # Other configurations

@@ -43,6 +43,28 @@ def row(report, name):
     return " ".join(lines[0].split())
 
 
+# Pictures
+
+
+def test_plot_draws_memory_and_losses(tmp_path, monkeypatch, capsys):
+    write_logs(tmp_path, baseline=BASELINE + "\nHeld-out text after step 1: eval_loss=2.5\n", bf16_full=FULL, broken="")
+    assert gather(tmp_path, monkeypatch, capsys, "--plot")[0] == 0
+    assert (tmp_path / "memory.png").read_bytes()[:4] == b"\x89PNG" and not (tmp_path / "loss.png").exists()
+    (tmp_path / "baseline_loss.csv").write_text("step,loss\n0,3.5\n1,3.25\n2,3.0\n")
+    curves = gather_memory.read_curves(tmp_path, {"baseline.log": {}, "bf16_full.log": {}})
+    assert curves == {"baseline.log": ([3.5, 3.25, 3.0], [(1, 2.5)])}
+    assert gather(tmp_path, monkeypatch, capsys, "--plot")[0] == 0
+    assert (tmp_path / "loss.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_without_matplotlib_only_the_plot_is_refused(tmp_path, monkeypatch, capsys):
+    write_logs(tmp_path, baseline=BASELINE)
+    monkeypatch.setattr(gather_memory.importlib.util, "find_spec", lambda name: None)
+    assert gather(tmp_path, monkeypatch, capsys)[0] == 0
+    code, _, error = gather(tmp_path, monkeypatch, capsys, "--plot")
+    assert code == 1 and error.count("\n") == 1 and "pip install matplotlib" in error
+
+
 # The line
 
 

@@ -216,6 +216,7 @@ def test_a_sequence_longer_than_the_model_is_refused(model):
         ["--warmup_steps", "-1"],
         ["--no_such_option"],
         ["--dataset", "text.txt"],
+        ["--eval_steps", "5"],
         ["--seed", "18446744073709551616"],
     ],
 )
@@ -278,6 +279,8 @@ def test_comments_in_the_configuration_are_read_as_deepspeed_does(tmp_path):
         ('{"optimizer": {"type": "AdamW", "params": {"lr": "1e-4"}}}', "lr is '1e-4'"),
         ('{"gradient_accumulation_steps": 2.0}', "gradient_accumulation_steps is 2.0"),
         ('{"zero_optimization": true}', "zero_optimization is True"),
+        ('{"optimizer": {"type": "Lion", "params": {"bf16_stochastic_round": true}}}', "change optimizer.type"),
+        ('{"optimizer": {"type": "AdamW8bit"}}', "bf16_master_weights_and_grads"),
     ],
 )
 def test_a_mistake_in_the_configuration_is_one_line_that_names_it(content, expected, tmp_path, capsys):
@@ -286,6 +289,15 @@ def test_a_mistake_in_the_configuration_is_one_line_that_names_it(content, expec
         train.load_deepspeed_config(tmp_path / "config.json")
     error = capsys.readouterr().err
     assert stop.value.code == 2 and error.count("\n") == 1 and expected in error and "config.json" in error
+
+
+def test_without_torchao_its_configurations_are_refused_in_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(train.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        train.load_deepspeed_config("configs/bf16_full_sr.json")
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "pip install torchao" in error
+    train.load_deepspeed_config("configs/bf16_full.json")
 
 
 def test_auto_is_filled_in_as_hugging_face_does(monkeypatch):
@@ -322,6 +334,30 @@ def test_published_configurations_differ_only_in_what_is_compared():
     assert wg["zero_optimization"].pop("offload_optimizer")["device"] == "cpu"
     assert configs["baseline"] == wg == full
 
+    stochastic, bits = (train.load_deepspeed_config(f"configs/bf16_full_{name}.json") for name in ("sr", "sr_8bit"))
+    assert bits["optimizer"].pop("type") == "AdamW8bit" and stochastic["optimizer"].pop("type") == "AdamW"
+    assert stochastic == bits and stochastic.pop("zero_allow_untested_optimizer")
+    assert stochastic["optimizer"]["params"].pop("bf16_stochastic_round")
+    assert stochastic["optimizer"]["params"] == full["optimizer"]["params"]
+    assert stochastic["zero_optimization"] == full["zero_optimization"]
+    deepcompile = train.load_deepspeed_config("configs/baseline_deepcompile.json")
+    assert deepcompile.pop("compile") == {"deepcompile": True} and deepcompile == configs["baseline"]
+
+
+# torchao's optimizer
+
+
+def test_8_bit_moments_never_fall_back_to_full_size(capsys):
+    for elements, block_size in ((4096 + 256, 256), (50_000, 16)):
+        weight = torch.zeros(elements, dtype=torch.bfloat16, requires_grad=True)
+        optimizer = train.torchao_adamw([weight], "AdamW8bit", {"lr": 1e-3, "bf16_stochastic_round": True})
+        for signed in (True, False):
+            moment = optimizer._new_buffer(weight, signed)
+            assert moment.codes.dtype == torch.uint8 and moment.block_size == block_size
+    with pytest.raises(SystemExit):
+        optimizer._new_buffer(torch.zeros(50_001), True)
+    assert "50001 elements divides into no blocks of 8" in capsys.readouterr().err
+
 
 # Data
 
@@ -335,6 +371,17 @@ def test_text_is_packed_without_padding_so_that_every_token_counts_once(text_and
     seen = [tuple(row.tolist()) for batch in loader for row in batch]
     assert len(seen) == len(set(seen)) == len(packed) // 2 * 2 and set(seen) <= packed
     assert vocab_size == 128  # 70 entries, padded to a multiple of 64
+
+
+def test_held_out_text_is_the_last_tenth_and_never_trained_on(text_and_tokenizer):
+    text, tokenizer = map(str, text_and_tokenizer)
+    loaders = [train.load_wikitext_data(tokenizer, 32, 1, 1, 0, text, part=part)[0] for part in ("train", "held_out")]
+    everything, _ = train.load_wikitext_data(tokenizer, 32, 1, 1, 0, text)
+    trained, held_out = ([tuple(row.tolist()) for batch in loader for row in batch] for loader in loaders)
+    assert not set(trained) & set(held_out) and len(trained) + len(held_out) == len(everything)
+    assert len(held_out) == len(everything) // 10 and held_out == [
+        tuple(row.tolist()) for row in everything.dataset[len(trained) :]
+    ]
 
 
 def test_ranks_draw_different_sequences_and_epochs_another_order(text_and_tokenizer):
