@@ -23,6 +23,11 @@ CONFIG_NAMES = {
     "bf16_full_sr_8bit": "BF16 full, stochastic rounding, 8-bit Adam",
     "baseline_deepcompile": "Baseline with DeepCompile",
 }
+FAILURE_REASONS = {
+    "OOM": "it ran out of memory",
+    "NOT_FINITE": "its loss was not finite",
+    "TIMEOUT": "it took longer than --timeout allows",
+}
 INTEGER_KEYS = ("params", "peak_mem_bytes", "alloc_mem_bytes")
 REQUIRED_KEYS = ("config", *INTEGER_KEYS, "avg_step_time")
 # A row that differs from its baseline in one of these is not to be compared with it.
@@ -37,6 +42,9 @@ LIKE_FOR_LIKE_KEYS = (
 )
 
 LOW_UPDATE_RATIO = 0.9  # below it the report warns
+
+FAILURE = re.compile(rb"FAILED: config=\S+ reason=(\w+)((?: \w+=\S+)*)")  # how a run says why it ended
+TAIL_BYTES = 1024**2  # where in a log it stands
 
 MARKER = b"SUMMARY:"
 SUMMARY_END = re.compile(rb"[\r\n]|SUMMARY:")  # the line's end, or where another rank wrote into the line
@@ -180,14 +188,21 @@ def format_time(seconds):
 
 def baseline_of(summary, results):
     """What a summary is compared with: baseline.log, else a run of the configuration `baseline` of the same size."""
-    same_size = (s for s in results.values() if s and s["params"] == summary["params"])
+    good = summaries_of(results)
+    same_size = (s for s in good.values() if s["params"] == summary["params"])
     baselines = (s for s in same_size if get_config_name(s["config"]) == CONFIG_NAMES["baseline"])
-    return results.get("baseline.log") or next(baselines, None)
+    return good.get("baseline.log") or next(baselines, None)
+
+
+def summaries_of(results):
+    """The logs that have a summary."""
+    return {log: summary for log, summary in results.items() if "failed" not in summary}
 
 
 # Columns that are shown only where a log has the field: title, field, how its value is shown.
 OPTIONAL_COLUMNS = (
     ("Peak bytes/parameter", "mfu", lambda summary: bytes_per_parameter(summary, "peak_mem_bytes")),
+    ("States (expected)", "expected_state_bytes", lambda summary: states_beside_expected(summary)),
     ("MFU", "mfu", lambda summary: f"{summary['mfu']:.1%}"),
     ("Loss, last 10%", "tail_loss", lambda summary: f"{summary['tail_loss']:.3f}"),
     ("Held-out loss", "eval_loss", lambda summary: f"{summary['eval_loss']:.3f}"),
@@ -196,8 +211,13 @@ OPTIONAL_COLUMNS = (
 )
 
 
+def states_beside_expected(summary):
+    states = summary.get("model_state_bytes")
+    return f"{format_bytes(states) if states else 'n/a'} ({format_bytes(summary['expected_state_bytes'])})"
+
+
 def has_number(summary, field):
-    return isinstance((summary or {}).get(field), (int, float))
+    return isinstance(summary.get(field), (int, float))
 
 
 def table_rows(results):
@@ -208,8 +228,8 @@ def table_rows(results):
     rows = []
     for log, summary in results.items():
         cells = [row_name(log, results)]
-        if summary is None:
-            rows.append([*cells, "FAILED", *["-"] * (len(header) - 2)])
+        if "failed" in summary:
+            rows.append([*cells, summary["failed"], *["-"] * (len(header) - 2)])
             continue
         baseline = baseline_of(summary, results)
         for key in ("peak_mem_bytes", "alloc_mem_bytes"):
@@ -230,7 +250,7 @@ def bytes_per_parameter(summary, key):
 
 def row_name(log, results):
     """The configuration's name, with the log's where two logs share it."""
-    names = [get_config_name(summary["config"] if summary else Path(name).stem) for name, summary in results.items()]
+    names = [get_config_name(summary.get("config", Path(name).stem)) for name, summary in results.items()]
     names = [" ".join(re.sub(r"[\x00-\x1f\x7f]", " ", name).split()) for name in names]
     name = names[list(results).index(log)]
     return name if names.count(name) == 1 else f"{name} [{log}]"
@@ -261,8 +281,8 @@ def markdown_escape(text):
 def detail_lines(log, summary, results):
     """The block of one configuration: every figure with its unit, then whatever else its line had."""
     lines = [row_name(log, results), f"  Log:                 {log}"]
-    if summary is None:
-        return [*lines, "  FAILED: no whole SUMMARY line"]
+    if "failed" in summary:
+        return [*lines, f"  {summary['failed']}: no whole SUMMARY line {summary['details']}".rstrip()]
     baseline = baseline_of(summary, results)
     lines += [f"  Configuration file:  {summary['config']}", f"  Parameters:          {summary['params']:,}"]
     for label, key in (("Peak memory:", "peak_mem_bytes"), ("Allocated memory:", "alloc_mem_bytes")):
@@ -281,7 +301,7 @@ def detail_lines(log, summary, results):
 
 def notes(results):
     """What a reader must know before comparing the rows."""
-    good = [summary for summary in results.values() if summary]
+    good = list(summaries_of(results).values())
     lines = ["Memory is of the highest rank; 1 GB = 1024**3 bytes. Step time is the mean after the warm-up."]
     if any("mfu" in summary for summary in good):
         lines.append(
@@ -298,12 +318,15 @@ def notes(results):
         if has_number(summary, "update_ratio") and summary["update_ratio"] < LOW_UPDATE_RATIO:
             lost = f"{row_name(log, results)}: {1 - summary['update_ratio']:.0%} of the update is lost to rounding"
             lines.append(f"WARNING: {lost}; compare its loss with the baseline's, or raise the learning rate.")
-    for log in (log for log, summary in results.items() if summary is None):
-        lines.append(f"FAILED: {log} has no whole SUMMARY line; the run crashed or was killed before its end.")
+    for log, summary in results.items():
+        if "failed" in summary:
+            why = FAILURE_REASONS.get(summary["failed"], "the run crashed or was killed before its end")
+            details = f" ({summary['details']})" if summary["details"] else ""
+            lines.append(f"{summary['failed']}: {log} has no whole SUMMARY line; {why}{details}.")
     if any(baseline_of(summary, results) is None for summary in good):
         lines.append("There is no baseline (no whole SUMMARY line in a baseline.log), so reductions cannot be given.")
-    for log, summary in results.items():
-        baseline = summary and baseline_of(summary, results)
+    for log, summary in summaries_of(results).items():
+        baseline = baseline_of(summary, results)
         for key in LIKE_FOR_LIKE_KEYS if baseline else ():
             if key in summary and key in baseline and summary[key] != baseline[key]:
                 difference = f"{key} is {summary[key]}, the baseline's {baseline[key]}"
@@ -312,7 +335,7 @@ def notes(results):
 
 
 def build_report(results, log_dir):
-    """The whole report as text. `results` maps a log's name to its summary, or to None for a failed run."""
+    """The whole report as text. `results` maps a log's name to its summary, or to what failure_in makes of it."""
     header, rows = table_rows(results)
     parts = [
         [f"Memory comparison of {log_dir}"],
@@ -344,7 +367,7 @@ def new_figure(height_inches, title):
 
 def plot_memory(results, path):
     """Horizontal bars of peak and allocated memory of each log, the bytes of the model states marked."""
-    logs = [log for log, summary in results.items() if summary]
+    logs = list(summaries_of(results))
     figure, axes = new_figure(1.3 + 0.75 * len(logs), "GPU memory, highest rank (1 GB = 1024³ bytes)")
     for row, log in enumerate(logs):
         bars = (("peak", "peak_mem_bytes", "#56B4E9"), ("allocated after the run", "alloc_mem_bytes", "#0072B2"))
@@ -391,7 +414,8 @@ def plot_losses(curves, results, path):
 
 def short_name(log, results, with_log=True):
     """The stem of the configuration's file, with the log's name where several logs ran it."""
-    stems = {name: re.split(r"[/\\]", s["config"])[-1].removesuffix(".json") for name, s in results.items() if s}
+    summaries = summaries_of(results)
+    stems = {name: re.split(r"[/\\]", s["config"])[-1].removesuffix(".json") for name, s in summaries.items()}
     stem = stems.get(log, Path(log).stem)
     return f"{stem}\n[{log}]" if with_log and list(stems.values()).count(stem) > 1 else stem
 
@@ -414,10 +438,19 @@ def read_curves(log_dir, results):
 
 
 def read_logs(log_dir):
-    """Map each log's name to its summary or None: baseline.log and bf16_full.log first, then the others by name."""
+    """Map each log's name to its summary or failure: baseline.log and bf16_full.log first, then the others by name."""
     names = sorted(path.name for path in log_dir.glob("*.log") if path.is_file())
     names.sort(key=lambda name: FIRST_LOGS.index(name) if name in FIRST_LOGS else len(FIRST_LOGS))
-    return {name: merge_summaries(summaries_in(log_dir / name)) for name in names}
+    return {name: merge_summaries(summaries_in(log_dir / name)) or failure_in(log_dir / name) for name in names}
+
+
+def failure_in(path):
+    """{"failed": reason, "details": text} of a log without a summary; the reason is FAILED where the run gave none."""
+    with open(path, "rb") as log:
+        log.seek(max(0, path.stat().st_size - TAIL_BYTES))
+        found = FAILURE.findall(log.read())
+    reason, details = (part.decode("ascii", "replace") for part in found[0]) if found else ("FAILED", "")
+    return {"failed": reason, "details": details.strip()}
 
 
 def write_whole(path, text):
@@ -460,7 +493,7 @@ def main():
         return failed(f"--log_dir {log_dir} is not a folder; give the one that run_all.sh wrote")
     try:
         results = read_logs(log_dir)
-        if not any(results.values()):
+        if not summaries_of(results):
             found = f"none of {', '.join(results)} has a whole SUMMARY line" if results else "it has no *.log file"
             return failed(f"no results in {log_dir}: {found}; run train.py first")
         report = build_report(results, log_dir)

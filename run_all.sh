@@ -15,6 +15,8 @@ Runs train.py with each DeepSpeed configuration in turn through the deepspeed la
   --configs "A B"    configurations to run (default: baseline, bf16_master_wg, bf16_full and, where torchao is installed,
                      bf16_full_sr of configs/); a path with spaces only by itself
   --log_dir DIR      where the logs go (default: logs/<timestamp>)
+  --timeout SECONDS  end a configuration that runs longer; the table then says TIMEOUT, and the sweep goes on
+  --hostfile FILE    several nodes: DeepSpeed's hostfile, "host slots=N" a line; --num_gpus is then GPUs of each node
   --help             this text
   anything else      is given to train.py as it is: see python train.py --help
 
@@ -34,15 +36,17 @@ die() {
   exit 2
 }
 
-num_gpus=1
+num_gpus=""
+hostfile=""
+timeout_s=""
 configs=()
 log_dir=""
 options=()
 while [ $# -gt 0 ]; do
   case "$1" in
     --help | -h) usage && exit 0 ;;
-    --num_gpus=* | --configs=* | --log_dir=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" ;;
-    --num_gpus | --configs | --log_dir)
+    --num_gpus=* | --configs=* | --log_dir=* | --timeout=* | --hostfile=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" ;;
+    --num_gpus | --configs | --log_dir | --timeout | --hostfile)
       [ $# -ge 2 ] || die "$1 needs a value (see --help)"
       case "$1" in
         --num_gpus) num_gpus=$2 ;;
@@ -51,6 +55,8 @@ while [ $# -gt 0 ]; do
           [ "${#configs[@]}" -gt 0 ] || die "--configs is empty; give at least one DeepSpeed JSON"
           ;;
         --log_dir) log_dir=$2 ;;
+        --timeout) timeout_s=$2 ;;
+        --hostfile) hostfile=$2 ;;
       esac
       shift 2
       ;;
@@ -59,7 +65,11 @@ while [ $# -gt 0 ]; do
   esac
 done
 
-[[ "$num_gpus" =~ ^[1-9][0-9]*$ ]] || die "--num_gpus '$num_gpus' is not a whole number of at least 1"
+whole='^[1-9][0-9]*$'
+[[ "$num_gpus" =~ $whole || -z "$num_gpus" ]] || die "--num_gpus '$num_gpus' is not a whole number of at least 1"
+[[ "$timeout_s" =~ $whole || -z "$timeout_s" ]] || die "--timeout '$timeout_s' is not a whole number of at least 1 second"
+[ -z "$hostfile" ] || [ -f "$hostfile" ] || die "--hostfile: no file $hostfile"
+[ -n "$num_gpus" ] || [ -n "$hostfile" ] || num_gpus=1
 installed() { python3 -c "import importlib.util, sys; sys.exit(not importlib.util.find_spec('$1'))"; }
 if [ "${#configs[@]}" -eq 0 ]; then
   configs=("${root}configs/baseline.json" "${root}configs/bf16_master_wg.json" "${root}configs/bf16_full.json")
@@ -82,7 +92,7 @@ if [ "$accelerator" = cpu ]; then
     --num_steps 15 --warmup_steps 3)
   echo "No GPU found: running on the CPU, with this preset where you give no other value: ${preset[*]}"
   echo "The first run compiles DeepSpeed's operators, in silence, for a minute or two each."
-elif [ "$num_gpus" -gt "$count" ]; then
+elif [ -z "$hostfile" ] && [ "$num_gpus" -gt "$count" ]; then
   die "--num_gpus $num_gpus: this machine has $count"
 fi
 
@@ -96,21 +106,25 @@ mkdir -p "$log_dir" 2>/dev/null && [ -w "$log_dir" ] || die "--log_dir $log_dir 
 
 set -m # each run is a process group of its own, so that one signal reaches all its processes
 job=""
+end_job() {
+  kill -TERM -- "-$job" 2>/dev/null || true
+  for _ in $(seq 50); do
+    kill -0 -- "-$job" 2>/dev/null || break
+    sleep 0.2
+  done
+  kill -KILL -- "-$job" 2>/dev/null || true
+}
 stop() {
   trap - INT TERM HUP
-  if [ -n "$job" ]; then
-    kill -TERM -- "-$job" 2>/dev/null || true
-    for _ in $(seq 50); do
-      kill -0 -- "-$job" 2>/dev/null || break
-      sleep 0.2
-    done
-    kill -KILL -- "-$job" 2>/dev/null || true
-  fi
+  if [ -n "$job" ]; then end_job; fi
   echo "run_all.sh: interrupted; logs so far are in $log_dir" >&2
   exit 130
 }
 trap stop INT TERM HUP
 
+where=()
+[ -z "$num_gpus" ] || where+=(--num_gpus "$num_gpus")
+[ -z "$hostfile" ] || where+=(--hostfile "$hostfile")
 failed=()
 for config in "${configs[@]}"; do
   name=$(basename "$config" .json)
@@ -118,11 +132,20 @@ for config in "${configs[@]}"; do
   echo "== $name =="
   (
     set -o pipefail # tee must not hide that the run failed
-    deepspeed --num_gpus "$num_gpus" --master_port "$port" "${root}train.py" "${preset[@]}" "${options[@]}" \
+    deepspeed "${where[@]}" --master_port "$port" "${root}train.py" "${preset[@]}" "${options[@]}" \
       --loss_log_file "$log_dir/${name}_loss.csv" --deepspeed_config "$config" 2>&1 |
       tee "$log_dir/$name.log"
   ) </dev/null &
   job=$!
+  start=$SECONDS
+  while [ -n "$timeout_s" ] && kill -0 "$job" 2>/dev/null; do
+    if [ $((SECONDS - start)) -ge "$timeout_s" ]; then
+      end_job
+      echo "FAILED: config=$name reason=TIMEOUT limit_s=$timeout_s" | tee -a "$log_dir/$name.log"
+      break
+    fi
+    sleep 0.5
+  done
   wait "$job" || failed+=("$name")
   job=""
 done

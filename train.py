@@ -13,6 +13,7 @@ The last line, `SUMMARY: ...`, is what gather_memory.py reads.
 import argparse
 import copy
 import ctypes
+import functools
 import gc
 import importlib.util
 import json
@@ -47,21 +48,27 @@ LOGITS_CHUNK_ELEMENTS = 8 * 2**20
 MIN_VOCAB_CHUNK = 1024
 
 EVAL_BATCHES = 50  # at most, on each rank
+MEMORY_LOG_COLUMNS = ("step", "loss", "step_time_s", "allocated_bytes", "reserved_bytes", "peak_bytes")
+DEFAULT_GPU_MEMORY_GIB = 80
+MOST_GPUS = 1024  # that the estimate looks at
+CUDA_CONTEXT_BYTES = 2**30  # what the estimate leaves free for the CUDA context, NCCL and fragmentation
+WORKSPACE_BYTES = 64 * 2**20  # cuBLAS on Hopper and newer: two streams of 32 MiB
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 DEEPCOMPILE_WARMUP_STEPS = 10  # DeepCompile compiles in step 0 and, with what it has then profiled, in step 5
+SHAPE_KEYS = ("hidden_dim", "num_layers", "num_heads", "vocab_size", "batch_size", "seq_length")
 STATE_PARTS = ("weights", "gradients", "master_weights", "moments")
-MIN_8BIT_BLOCK = 8  # elements that share one fp32 scale; at smaller ones 8-bit moments save nothing over BF16
+BLOCK = 256  # elements of an 8-bit moment that share one fp32 scale, as in torchao
 UPDATE_SAMPLES = 2**20  # master weights, over all ranks, on which the update ratio is measured
 
 # Dense BF16 peak in TFLOP/s, from the vendors' data sheets, by a part of the device's name.
 PEAK_TFLOPS = {"H200": 989, "H100": 989, "A100": 312, "B200": 2250, "L40S": 362, "MI300X": 1307}
 
 
-def fail(message, status=2):
+def fail(message, status=2, every_rank=False):
     """End the program with one line on stderr, printed once per node; status 2 is a user's mistake."""
-    if int(os.environ.get("LOCAL_RANK", 0)) == 0:
+    if every_rank or int(os.environ.get("LOCAL_RANK", 0)) == 0:
         print(f"train.py: error: {message}", file=sys.stderr, flush=True)
     else:
         time.sleep(3)  # the launcher kills all ranks when one ends: let local rank 0 say why first
@@ -98,7 +105,7 @@ def at_least(minimum):
     return integer
 
 
-def learning_rate(text):
+def positive(text):
     """An argparse type: a finite number above zero."""
     try:
         value = float(text)
@@ -129,7 +136,7 @@ def get_args():
     add("--batch_size", type=at_least(1), default=4, metavar="N", help="micro batch on each GPU")
     add("--seq_length", type=at_least(2), default=512, metavar="N", help="tokens in a sequence")
     add("--num_steps", type=at_least(1), default=20, metavar="N", help="optimizer steps")
-    add("--learning_rate", type=learning_rate, metavar="X", help="the optimizer's lr instead of the JSON's")
+    add("--learning_rate", type=positive, metavar="X", help="the optimizer's lr instead of the JSON's")
     add("--seed", type=at_least(0), default=42, metavar="N", help="seed of weights and data")
     add = parser.add_argument_group("data").add_argument
     add("--use_real_data", action="store_true", help="train on text instead of random tokens")
@@ -147,12 +154,20 @@ def get_args():
     )
     add("--log_interval", type=at_least(1), default=5, metavar="N", help="print every N-th step")
     add("--loss_log_file", metavar="CSV", help="write step,loss to this file as the run goes")
+    add("--memory_log_file", metavar="CSV", help=f"the same with {','.join(MEMORY_LOG_COLUMNS)}")
+    add("--memory_snapshot", metavar="PICKLE", help="PyTorch's record of allocations, for pytorch.org/memory_viz")
+    add = parser.add_argument_group("estimate").add_argument
+    add("--estimate", action="store_true", help="print the expected memory and end: no GPU, launcher or weights needed")
+    add("--world_size", type=at_least(1), metavar="N", help="GPUs of the estimate; left out: 1")
+    add("--gpu_memory_gib", type=positive, metavar="X", help=f"of each; left out: {DEFAULT_GPU_MEMORY_GIB}")
     args = parser.parse_args()
 
     if args.hidden_dim % args.num_heads:
         parser.error(f"--num_heads {args.num_heads} does not divide --hidden_dim {args.hidden_dim}")
     if not args.use_real_data and (args.dataset or args.tokenizer or args.eval_steps):
         parser.error("--dataset, --tokenizer and --eval_steps do nothing without --use_real_data; add it")
+    if not args.estimate and (args.world_size or args.gpu_memory_gib):
+        parser.error("--world_size and --gpu_memory_gib do nothing without --estimate; the launcher sets the ranks")
     args.dataset, args.tokenizer = args.dataset or DEFAULT_DATASET, args.tokenizer or DEFAULT_TOKENIZER
     return args
 
@@ -298,6 +313,14 @@ def complete_config(config, args, world_size):
 plain_linear = F.linear  # PyTorch's own, before zero.Init puts a slower one in its place
 
 
+def matmul(a, b, bias=None):
+    """a @ b, plus bias; in fp32 on a CPU whose BF16 products PyTorch has to emulate, up to 30 times slower."""
+    if a.device.type == "cpu" and a.dtype == torch.bfloat16 and "AVX512" not in torch.backends.cpu.get_cpu_capability():
+        product = matmul(a.float(), b.float(), None if bias is None else bias.float())
+        return product.to(a.dtype)
+    return a @ b if bias is None else plain_linear(a, b.t(), bias)
+
+
 class LeanLinear(torch.autograd.Function):
     """linear(x), or linear(gelu(x)), holding less memory than autograd's own under ZeRO-3.
 
@@ -311,7 +334,7 @@ class LeanLinear(torch.autograd.Function):
         """x (..., in), weight (out, in), bias (out) -> (..., out)."""
         ctx.gelu = gelu
         ctx.save_for_backward(x, weight, bias)
-        return plain_linear(F.gelu(x) if gelu else x, weight, bias)
+        return matmul(F.gelu(x) if gelu else x, weight.t(), bias)
 
     @staticmethod
     def backward(ctx, grad_output):
@@ -319,9 +342,9 @@ class LeanLinear(torch.autograd.Function):
         grad_output = grad_output.flatten(0, -2)
         dtype = grad_output.dtype  # autocast's where it was on in the forward
         rows = (F.gelu(x) if ctx.gelu else x).flatten(0, -2).to(dtype)
-        grad_weight = grad_output.t() @ rows
-        grad_bias = grad_output.t() @ grad_output.new_ones(rows.shape[0])
-        grad_x = (grad_output @ weight.to(dtype)).view_as(x)
+        grad_weight = matmul(grad_output.t(), rows)
+        grad_bias = matmul(grad_output.t(), grad_output.new_ones(rows.shape[0]))
+        grad_x = matmul(grad_output, weight.to(dtype)).view_as(x)
         if ctx.gelu:
             grad_x = torch.ops.aten.gelu_backward(grad_x, x)
         return grad_x.to(x.dtype), grad_weight.to(weight.dtype), grad_bias.to(bias.dtype), None
@@ -396,7 +419,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     def logits(ctx, hidden, weight, bias, chunk):
         # In the dtype that a plain nn.Linear would use here, then fp32, as the plain loss does.
         weight, bias = weight[chunk].to(ctx.dtype), bias[chunk].to(ctx.dtype)
-        return torch.addmm(bias, hidden, weight.t()).float(), weight
+        return matmul(hidden, weight.t(), bias).float(), weight
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, labels):
@@ -434,9 +457,11 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             grad.scatter_add_(1, column[:, None], -in_chunk.float()[:, None])
             grad.mul_(scale[:, None])
             grad = grad.to(ctx.dtype)
-            grad_weight[chunk] = grad.t() @ states
-            grad_bias[chunk] = grad.t() @ ones  # grad.sum(0), whose CUDA kernel takes a workspace larger than grad
-            grad_hidden += grad @ chunk_weight
+            grad_weight[chunk] = matmul(grad.t(), states)
+            grad_bias[chunk] = matmul(
+                grad.t(), ones
+            )  # grad.sum(0), whose CUDA kernel takes a workspace larger than grad
+            grad_hidden += matmul(grad, chunk_weight)
         return grad_hidden.to(hidden.dtype), grad_weight, grad_bias, None
 
 
@@ -682,6 +707,132 @@ def peak_tflops():
     return next((peak for part, peak in PEAK_TFLOPS.items() if part in name), None)
 
 
+@functools.cache
+def sizes_of_model(*sizes):
+    with torch.device("meta"):
+        model = SimpleTransformerModel(*sizes)
+    return [p.numel() for p in model.parameters()], sum(p.numel() for p in model.layers[0].parameters())
+
+
+def parameter_sizes(args):
+    """(elements of each parameter in the model's order, elements of a block), without any memory for them."""
+    return sizes_of_model(args.vocab_size, args.hidden_dim, args.num_layers, args.num_heads, args.seq_length)
+
+
+def estimate_memory(config, args, world_size):
+    """Expected bytes of a run, from arithmetic alone.
+
+    Args:
+        config: as complete_config returns it.
+        args: the command line: sizes of the model, batch and sequence, activation_checkpointing.
+        world_size: number of GPUs.
+
+    Returns:
+        (device, host): {term: bytes} on each GPU, and in host memory for each process. The states are STATE_PARTS; of
+        the terms "backward: ..." all are alive at once, and so are those of "step: ...", but not both.
+        None of it knows DeepCompile, pipeline or tensor parallelism, or NVMe.
+    """
+    zero, bf16 = config.get("zero_optimization", {}), config.get("bf16", {})
+    stage = zero.get("stage", 0)
+    sizes, block = parameter_sizes(args)
+    total, largest = sum(sizes), max(sizes)
+    partitions = [math.ceil(size / world_size) for size in sizes]
+    partitioned = sum(partitions)
+
+    # Weights: the model's parameters, partitioned by stage 3. Gradients: one for each of them, partitioned from stage 2
+    # on. Master weights and moments: the optimizer's, partitioned from stage 1 on.
+    item = 2 if bf16.get("enabled") or config.get("fp16", {}).get("enabled") else 4
+    master_item = 2 if bf16.get("bf16_master_weights_and_grads") else 4
+    optimizer_share = partitioned if stage else total
+    states = {
+        "weights": item * (partitioned if stage == 3 else total),
+        "gradients": item * (partitioned if stage >= 2 else total),
+        "master_weights": 0 if item == 4 and not stage else master_item * optimizer_share,
+        "moments": 2 * (2 if bf16.get("bf16_optimizer_states") else 4) * optimizer_share,
+    }
+    groups = [0]  # elements of each sub-group's partition, as DeepSpeed cuts them
+    for size in partitions:
+        if groups[-1] >= zero.get("sub_group_size", 10**9):
+            groups.append(0)
+        groups[-1] += size
+    if config["optimizer"]["type"] == "AdamW8bit":  # a byte each, and an fp32 scale for each block
+        states["moments"] = 2 * optimizer_share + 2 * optimizer_share // BLOCK * 4
+    device, host = dict(states), {}
+
+    offload = {key: zero.get(f"offload_{key}", {}).get("device", "none") != "none" for key in ("optimizer", "param")}
+    if offload["optimizer"]:
+        host = {part: device.pop(part) for part in STATE_PARTS[1:]}
+        host["gradients"] += master_item * optimizer_share  # stage 3 keeps them once more, for the optimizer
+    if offload["param"] and stage == 3:
+        host["weights"] = device.pop("weights")
+
+    # Activations that a block keeps for its backward, in units of (tokens, hidden): query, key and value 3, attention's
+    # output 1, feed-forward 4, and what goes into and comes out of each norm, 4. With checkpointing only its input.
+    unit = item * args.batch_size * args.seq_length * args.hidden_dim
+    kept = (args.num_layers + 12) if args.activation_checkpointing else 12 * args.num_layers
+    bucket = max(min(zero.get("reduce_bucket_size", 5 * 10**8), total), largest, block if stage == 3 else 0)
+    live = max(min(zero.get("stage3_max_live_parameters", 10**9), total), largest, block)
+    device["workspace (cuBLAS)"] = WORKSPACE_BYTES
+    device["backward: activations"] = unit * (kept + 1)
+    device["backward: loss (a slice of the logits in fp32 and twice in BF16)"] = 8 * LOGITS_CHUNK_ELEMENTS + 2 * unit
+    device["backward: gradients that wait in the bucket, and their flat copy"] = 2 * item * bucket
+    if stage == 3 and world_size > 1:
+        device["backward: gathered weights"] = item * live
+    if offload["optimizer"]:
+        device["backward: a gradient on its way to the host, also in fp32"] = (item + 4) * max(partitions)
+    else:
+        flat = (item + (master_item if master_item != item else 0)) * max(groups)
+        norm = 8 * max(partitions) if stage == 3 else 0
+        device["step: a sub-group's flat gradient, or a gradient in fp64 for the norm"] = max(flat, norm)
+    return device, host
+
+
+def expected_peak(device):
+    """The highest sum of what is alive at once, of estimate_memory's terms for a GPU."""
+    backward, step = (sum(s for term, s in device.items() if term.startswith(phase)) for phase in ("backward", "step"))
+    return sum(device.values()) - min(backward, step)
+
+
+def report_estimate(args, config):
+    """Print what estimate_memory expects, term by term, the fewest GPUs that hold it, and a line for programs."""
+    world_size, memory_gib = args.world_size or 1, args.gpu_memory_gib or DEFAULT_GPU_MEMORY_GIB
+    parameters = sum(parameter_sizes(args)[0])
+    device, host = estimate_memory(config, args, world_size)
+    print(f"Estimate of {args.deepspeed_config}: {parameters:,} parameters on {world_size} GPU(s)")
+    checkpointing = "with" if args.activation_checkpointing else "without"
+    print(f"Batch {args.batch_size} x {args.seq_length} tokens on each, {checkpointing} activation checkpointing")
+    for title, terms in (("Each GPU", device), ("Host memory of each process, its own few GB left out", host)):
+        print(f"{title}:" if terms else f"{title}: none")
+        for term, size in terms.items():
+            per_parameter = size * world_size / parameters
+            print(f"  {term:75} {format_memory(size):>12} {per_parameter:6.2f} bytes/parameter")
+    asked = args.activation_checkpointing
+    for args.activation_checkpointing in (False, True):
+        peak = expected_peak(estimate_memory(config, args, world_size)[0])
+        fits = (
+            n
+            for n in range(1, MOST_GPUS + 1)
+            if expected_peak(estimate_memory(config, args, n)[0]) + CUDA_CONTEXT_BYTES <= memory_gib * 2**30
+        )
+        fewest = next(fits, None)
+        if args.activation_checkpointing == asked:
+            asked_peak, asked_fewest = peak, fewest
+        print(
+            f"Peak {'with' if args.activation_checkpointing else 'without'} activation checkpointing: "
+            f"{format_memory(peak)} on each, {peak * world_size / parameters:.2f} bytes/parameter; it takes "
+            f"{fewest or f'more than {MOST_GPUS}'} GPU(s) of {memory_gib:g} GiB, with 1 GiB of each left free"
+        )
+    fields = {
+        "params": parameters,
+        "world_size": world_size,
+        "peak_mem_bytes": asked_peak,
+        "model_state_bytes": sum(device.get(part, 0) for part in STATE_PARTS),
+        "host_bytes": sum(host.values()),
+        "fewest_gpus": asked_fewest or 0,
+    }
+    print(summary_line(args.deepspeed_config, **fields).replace("SUMMARY", "ESTIMATE", 1))
+
+
 class UpdateProbe:
     """Effective update ratio: how much of AdamW's intended update reaches the master weights.
 
@@ -819,6 +970,9 @@ def start_distributed(args):
     deepspeed.init_distributed(verbose=False)  # under MPI this sets LOCAL_RANK
     local_rank = int(os.environ.setdefault("LOCAL_RANK", str(max(args.local_rank, 0))))
     if get_accelerator().device_name() != "cpu":
+        if local_rank >= get_accelerator().device_count():
+            found = get_accelerator().device_count()
+            fail(f"process {local_rank} of this node has no GPU: there are {found}; lower --num_gpus", every_rank=True)
         get_accelerator().set_device(local_rank)
     elif "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, os.cpu_count() // int(os.environ.get("LOCAL_SIZE", 1))))
@@ -837,23 +991,37 @@ def torchao_adamw(parameters, type_name, params):
     """
     from torchao import optim
 
-    class TorchaoAdamW(optim._AdamW if type_name == "AdamW" else optim.AdamW8bit):
+    eight_bit = type_name == "AdamW8bit"
+
+    class TorchaoAdamW(optim.AdamW8bit if eight_bit else optim._AdamW):
         def step(self, closure=None):
-            for group in self.param_groups:  # torchao compiles over a tensor, schedulers and logs want a number
-                group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32)
-            super().step(closure)
+            given = [(group["lr"], group["params"]) for group in self.param_groups]
             for group in self.param_groups:
-                group["lr"] = group["lr"].item()
+                # torchao compiles over a tensor, schedulers and logs want a number
+                group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32)
+                if eight_bit:
+                    group["params"] = [piece for p in group["params"] if p.grad is not None for piece in pieces(p)]
+            super().step(closure)
+            if eight_bit:
+                self.zero_grad()  # the pieces hold views of the gradient
+            for group, (lr, params) in zip(self.param_groups, given, strict=True):
+                group.update(lr=lr, params=params)
 
-        if type_name == "AdamW8bit":
+        def _new_buffer(self, p, signed):
+            return self._subclass_zeros(p, signed, BLOCK) if eight_bit and p.numel() >= BLOCK else torch.zeros_like(p)
 
-            def _new_buffer(self, p, signed):
-                # torchao keeps full-size moments where its block of 256 does not divide the tensor, as it rarely does
-                # divide a flat ZeRO partition; a smaller block does.
-                block_size = math.gcd(256, p.numel())
-                if block_size < MIN_8BIT_BLOCK:
-                    fail(f"AdamW8bit: a partition of {p.numel()} elements divides into no blocks of {MIN_8BIT_BLOCK}")
-                return self._subclass_zeros(p, signed, block_size)
+    views = {}
+
+    def pieces(p):
+        """The whole blocks of a weight and the fewer than BLOCK elements that are left, each with its gradient.
+
+        torchao by itself keeps full-size moments for a tensor that its blocks do not divide, as a flat ZeRO partition.
+        """
+        whole = p.numel() // BLOCK * BLOCK
+        parts = views.setdefault(p, list(p.detach().view(-1).split([whole, p.numel() - whole])))
+        for part, gradient in zip(parts, p.grad.view(-1).split([whole, p.numel() - whole]), strict=True):
+            part.grad = gradient
+        return [part for part in parts if part.numel()]
 
     TorchaoAdamW.__name__ = type_name  # what DeepSpeed and UpdateProbe go by
     optimizer = TorchaoAdamW(parameters, **params)
@@ -868,8 +1036,15 @@ def create_engine(args, config, vocab_size):
 
     zero3 = config.get("zero_optimization", {}).get("stage", 0) == 3
     deepcompile = wants_deepcompile(config)
-    if deepcompile and get_accelerator().device_name() == "cpu":
+    on_cpu = get_accelerator().device_name() == "cpu"
+    if deepcompile and on_cpu:
         fail(f"--deepspeed_config {args.deepspeed_config}: compile.deepcompile needs a GPU; take it out of the JSON")
+    if config.get("bf16", {}).get("enabled") and not (on_cpu or get_accelerator().is_bf16_supported()):
+        fail(f"--deepspeed_config {args.deepspeed_config}: this GPU has no BF16; take one from NVIDIA's Ampere on")
+    if args.memory_snapshot and on_cpu:
+        fail("--memory_snapshot needs a GPU: it records PyTorch's GPU allocator; leave it out")
+    if args.memory_snapshot:
+        torch.cuda.memory._record_memory_history(max_entries=1_000_000)
     deepspeed.utils.nvtx.enable_nvtx = False  # thousands of Python calls a step that only a profiler would see
     torch.manual_seed(args.seed)
     try:
@@ -904,18 +1079,23 @@ def create_engine(args, config, vocab_size):
         *(AssertionError, AttributeError, ImportError, KeyError, RuntimeError, TypeError, ValueError),
         deepspeed.DeepSpeedConfigError,
     ) as error:
+        if out_of_memory(error):
+            raise
         reason = (str(error).strip() or type(error).__name__).splitlines()
         reason = " ".join(reason[:1] if isinstance(error, RuntimeError) else reason)  # no C++ frames
         fail(f"--deepspeed_config {args.deepspeed_config}: DeepSpeed cannot start with it: {reason}")
     return engine
 
 
-def train_step(engine, micro_batches):
+def train_step(engine, micro_batches, progress):
     """One optimizer step over the micro batches. Returns their mean loss, a detached fp32 scalar."""
     losses = []
     for input_ids in micro_batches:
+        progress["phase"] = "forward"
         loss = engine(input_ids, labels=input_ids)
+        progress["phase"] = "backward"
         engine.backward(loss)
+        progress["phase"] = "optimizer step"
         engine.step()
         losses.append(loss.detach())
     return torch.stack(losses).mean()
@@ -930,13 +1110,50 @@ def evaluate(engine, dataloader, device):
     return torch.stack(losses).mean().item()
 
 
-def open_loss_log(path, mode):
-    """The loss CSV, written line by line so that a killed run keeps what it had; parent folders are made."""
+def open_log(option, path, mode):
+    """A CSV, written line by line so that a killed run keeps what it had; parent folders are made."""
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         return open(path, mode, buffering=1, encoding="utf-8")
     except OSError as error:
-        fail(f"--loss_log_file {path}: {error.strerror or error}; give a path that can be written")
+        fail(f"{option} {path}: {error.strerror or error}; give a path that can be written")
+
+
+def out_of_memory(error):
+    """The bytes that could not be had, as text, where `error` says that memory ran out; else None."""
+    text = str(error)
+    if not isinstance(error, torch.OutOfMemoryError) and "DefaultCPUAllocator" not in text:
+        return None
+    found = re.search(r"[Tt]ried to allocate ([\d.]+) ?(\w+)", text)
+    return f"{found[1]} {found[2]}" if found else "an unknown size"
+
+
+def end_out_of_memory(error, args, progress):
+    """End the run with one line on stderr and a `FAILED:` line, which the table shows as OOM."""
+    asked, peak = out_of_memory(error), get_memory_stats()["peak"]
+    print(failed_line(args, "OOM", **progress, asked=asked, peak_mem_bytes=peak), flush=True)
+    write_snapshot(args)
+    where = (
+        f"in the {progress['phase']} of step {progress['step']}" if "step" in progress else f"in {progress['phase']}"
+    )
+    fail(
+        f"out of memory {where}: {asked} more asked for, the peak so far is {format_memory(peak)}; try "
+        "--activation_checkpointing, a smaller --batch_size, more GPUs, or a configuration with BF16 states or offload",
+        status=1,
+        every_rank=True,
+    )
+
+
+def failed_line(args, reason, **fields):
+    """`FAILED: ...`, which gather_memory.py reads as summary_line; spaces within a value become underscores."""
+    fields = {key: str(value).replace(" ", "_") for key, value in fields.items()}
+    return summary_line(args.deepspeed_config, reason=reason, **fields).replace("SUMMARY", "FAILED", 1)
+
+
+def write_snapshot(args):
+    """PyTorch's record of the allocations so far, where --memory_snapshot asks for it."""
+    if args.memory_snapshot:
+        torch.cuda.memory._dump_snapshot(args.memory_snapshot)
 
 
 def report(config_path, fields):
@@ -954,13 +1171,26 @@ def main():
     sys.stdout.reconfigure(errors="backslashreplace")  # no path or text can end a run for want of a character
     args = get_args()
     config = load_deepspeed_config(args.deepspeed_config)
+    if args.estimate:
+        report_estimate(args, complete_config(config, args, args.world_size or 1)[0])
+        return None
     config, notices = complete_config(config, args, int(os.environ.get("WORLD_SIZE") or mpi_world_size()))
+    rank, world_size = start_distributed(args)
+    progress = {"phase": "creating model and optimizer"}
+    try:
+        return run(args, config, notices, rank, world_size, progress)
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        end_out_of_memory(error, args, progress)
 
+
+def run(args, config, notices, rank, world_size, progress):
+    """main() within the process group; `progress` always says which step and phase it is in."""
     import deepspeed
     from deepspeed.accelerator import get_accelerator
     from tqdm import tqdm
 
-    rank, world_size = start_distributed(args)
     accelerator = get_accelerator()
     on_cpu = accelerator.device_name() == "cpu"
     device = accelerator.current_device_name()
@@ -974,10 +1204,11 @@ def main():
     say(*(f"Notice: {notice}" for notice in notices))
     if on_cpu:
         say("Notice: no accelerator; memory is the process's resident memory, less what it used before the model")
-    loss_log = None
-    if rank == 0 and args.loss_log_file:
-        open_loss_log(args.loss_log_file, "a").close()  # fail now, but empty it only once there is a run to log
-
+    logs = {"--loss_log_file": args.loss_log_file, "--memory_log_file": args.memory_log_file}
+    logs = {option: path for option, path in logs.items() if path and rank == 0}
+    for option, path in {**logs, "--memory_snapshot": args.memory_snapshot}.items():
+        if path:
+            open_log(option, path, "a").close()  # fail now, but empty it only once there is a run to log
     vocab_size = args.vocab_size
     if args.use_real_data:
         try:
@@ -989,6 +1220,7 @@ def main():
         batches = endless(dataloader)
         say(f"Data: {args.dataset}, {len(dataloader)} batches an epoch on each rank")
         say(f"Data: the tokenizer's vocabulary, padded to {vocab_size}, takes the place of --vocab_size")
+        args.vocab_size = vocab_size
     else:
         batches = random_batches(vocab_size, args.seq_length, args.batch_size, args.seed, rank)
 
@@ -1009,36 +1241,45 @@ def main():
     if not probe.supported:
         say(f"Notice: no update ratio: it is defined for AdamW, not for {type(engine.basic_optimizer).__name__}")
 
-    if rank == 0 and args.loss_log_file:
-        loss_log = open_loss_log(args.loss_log_file, "w")
+    logs = {option: open_log(option, path, "w") for option, path in logs.items()}
+    loss_log, memory_log = logs.get("--loss_log_file"), logs.get("--memory_log_file")
+    if loss_log:
         loss_log.write("step,loss\n")
+    if memory_log:
+        memory_log.write(",".join(MEMORY_LOG_COLUMNS) + "\n")
 
     gc.collect()
     gc.freeze()  # a collection during the steps need not walk the engine's objects
     loss_history, step_times_s, tracking_s = [], [], 0.0
     for step in tqdm(range(args.num_steps), unit="step", disable=rank > 0 or not sys.stderr.isatty()):
+        progress["step"] = step
         micro_batches = [next(batches).to(device) for _ in range(accumulation)]
         log_step = step % args.log_interval == 0 or step == args.num_steps - 1
         if log_step and probe.supported:
             probe.before_step()
         accelerator.synchronize()
         start = time.perf_counter()
-        loss = train_step(engine, micro_batches)
+        loss = train_step(engine, micro_batches, progress)
         accelerator.synchronize()
         end = time.perf_counter()
         elapsed_s = end - start
 
+        progress["phase"] = "measurement"
         loss = over_ranks([loss.item()], "SUM")[0] / world_size
-        stats = memory()
-        elapsed_s, *highest = over_ranks([elapsed_s, *stats.values()], "MAX")
+        elapsed_s, *highest = over_ranks([elapsed_s, *memory().values()], "MAX")
         step_times_s.append(elapsed_s)
         loss_history.append((step, loss))
         if loss_log:
             loss_log.write(f"{step},{loss:.6f}\n")
+        if memory_log:
+            memory_log.write(
+                f"{step},{loss:.6f},{elapsed_s:.6f}," + ",".join(f"{value:.0f}" for value in highest) + "\n"
+            )
         tracking_s += time.perf_counter() - end
         if log_step:
             line = f"Step {step}: loss={loss:.4f}, time={elapsed_s:.4f}s"
-            line += "".join(f", {key}={format_memory(value)}" for key, value in zip(stats, highest, strict=True))
+            names = ("allocated", "reserved", "peak")
+            line += "".join(f", {key}={format_memory(value)}" for key, value in zip(names, highest, strict=True))
             product, square, changed, sampled = over_ranks(probe.after_step(), "SUM")
             if square > 0:
                 update_ratios.append(product / square)
@@ -1046,23 +1287,28 @@ def main():
                 line += f", update_ratio={update_ratios[-1]:.3f}, changed_share={changed_shares[-1]:.3f}"
             say(line)
         if not math.isfinite(loss):
+            say(failed_line(args, "NOT_FINITE", step=step, loss=loss))
             fail(f"the loss is {loss} at step {step}; lower --learning_rate or set gradient_clipping in the JSON", 1)
         if args.eval_steps and ((step + 1) % args.eval_steps == 0 or step == args.num_steps - 1):
+            progress["phase"] = "evaluation"
             eval_loss = over_ranks([evaluate(engine, held_out, device)], "SUM")[0] / world_size
             say(f"Held-out text after step {step}: eval_loss={eval_loss:.4f}")
-    if loss_log:
-        loss_log.close()
+    for log in logs.values():
+        log.close()
 
+    progress["phase"] = "report"
     del micro_batches  # what is left is the model and the optimizer, not the last step's data
     gc.collect()
+    write_snapshot(args)
     states = model_states(engine)
+    here = torch.device(device).type
     state_bytes = [
-        sum(size for (name, _, place), size in states.items() if name == part and place == torch.device(device).type)
-        for part in STATE_PARTS
+        sum(size for (name, _, at), size in states.items() if (name, at) == (part, here)) for part in STATE_PARTS
     ]
-    state_bytes = dict(zip(STATE_PARTS, map(int, over_ranks(state_bytes, "MAX")), strict=True))
     host_peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # of the process since it began
-    allocated, reserved, peak, host_peak = map(int, over_ranks([*memory().values(), host_peak], "MAX"))
+    measured = map(int, over_ranks([*memory().values(), host_peak, *state_bytes], "MAX"))
+    allocated, reserved, peak, host_peak, *state_bytes = measured
+    expected, _ = estimate_memory(config, args, world_size)
     asked = max(args.warmup_steps, DEEPCOMPILE_WARMUP_STEPS if wants_deepcompile(config) else 0)
     warmup_steps = min(asked, args.num_steps - 1)
     if warmup_steps < asked:
@@ -1080,12 +1326,15 @@ def main():
         "reserved_mem_bytes": reserved,
         "init_peak_mem_bytes": init_peak,
         "host_peak_bytes": host_peak,
-        "model_state_bytes": sum(state_bytes.values()),
-        **{f"{part}_bytes": size for part, size in state_bytes.items()},
+        "model_state_bytes": sum(state_bytes),
+        **{f"{part}_bytes": size for part, size in zip(STATE_PARTS, state_bytes, strict=True)},
+        "expected_state_bytes": sum(expected.get(part, 0) for part in STATE_PARTS),
+        **({} if on_cpu or wants_deepcompile(config) else {"expected_peak_bytes": expected_peak(expected)}),
         "median_step_time": f"{statistics.median(timed_s):.4f}",
         "timed_steps": len(timed_s),
         "tracking_time": f"{tracking_s / args.num_steps:.6f}",
         "tokens_per_second": f"{tokens_per_second:.1f}",
+        "tokens_per_second_per_gpu": f"{tokens_per_second / world_size:.1f}",
         "model_tflops_per_gpu": f"{tflops_per_gpu:.3f}",
         **({"mfu": f"{tflops_per_gpu / peak_tflops():.4f}"} if peak_tflops() else {}),
         "final_loss": f"{loss:.4f}",
@@ -1093,14 +1342,15 @@ def main():
         **({"eval_loss": f"{eval_loss:.4f}"} if args.eval_steps else {}),
         **({"update_ratio": f"{statistics.fmean(update_ratios):.4f}"} if update_ratios else {}),
         **({"changed_share": f"{statistics.fmean(changed_shares):.4f}"} if changed_shares else {}),
-        "batch_size": args.batch_size,
-        "seq_length": args.seq_length,
+        **{key: getattr(args, key) for key in SHAPE_KEYS},
         "gradient_accumulation_steps": accumulation,
         "activation_checkpointing": int(args.activation_checkpointing),
         "memory": "process_resident" if on_cpu else "device_allocator",
     }
     for (part, dtype, place), size in states.items():
-        say(f"State on {place}: {part} {format_memory(size)} {dtype}")
+        say(f"State on {place}: {part} {size} bytes {dtype}")
+    rest = "the process itself and freed memory that it keeps" if on_cpu else "cuBLAS's workspace, DeepSpeed's buffers"
+    say(f"Allocated beyond the states: {format_memory(max(0, allocated - sum(state_bytes)))}: {rest}")
     lines = report(args.deepspeed_config, fields)
     say(*lines)
 

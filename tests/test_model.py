@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import TINY
+from conftest import ROOT, TINY
 
 import train
 from train import SimpleTransformerBlock, SimpleTransformerModel
@@ -347,16 +347,79 @@ def test_published_configurations_differ_only_in_what_is_compared():
 # torchao's optimizer
 
 
-def test_8_bit_moments_never_fall_back_to_full_size(capsys):
-    for elements, block_size in ((4096 + 256, 256), (50_000, 16)):
-        weight = torch.zeros(elements, dtype=torch.bfloat16, requires_grad=True)
-        optimizer = train.torchao_adamw([weight], "AdamW8bit", {"lr": 1e-3, "bf16_stochastic_round": True})
-        for signed in (True, False):
-            moment = optimizer._new_buffer(weight, signed)
-            assert moment.codes.dtype == torch.uint8 and moment.block_size == block_size
-    with pytest.raises(SystemExit):
-        optimizer._new_buffer(torch.zeros(50_001), True)
-    assert "50001 elements divides into no blocks of 8" in capsys.readouterr().err
+@pytest.mark.parametrize("elements", [256, 4096 + 256, 50_001])
+def test_8_bit_moments_never_fall_back_to_full_size(elements):
+    """torchao alone keeps full-size moments below 4,096 elements and where its block of 256 does not divide them."""
+    weight = torch.randn(elements).bfloat16().requires_grad_()
+    optimizer = train.torchao_adamw([weight], "AdamW8bit", {"lr": 1e-2, "bf16_stochastic_round": True})
+    before = weight.detach().clone()
+    for _ in range(2):
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    assert optimizer.param_groups[0]["params"][0] is weight and optimizer.param_groups[0]["lr"] == 1e-2
+    moments = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    full_size = sum(moment.numel() for moment in moments if not hasattr(moment, "codes"))
+    assert full_size == 2 * (elements % 256) and sum(moment.numel() for moment in moments) == 2 * elements
+    torch.testing.assert_close(weight.detach(), before - 2e-2, rtol=2e-2, atol=2e-3)  # Adam's step is lr for each
+
+
+# The estimate
+
+
+def estimate(config, monkeypatch, *options, world_size=1):
+    monkeypatch.setattr("sys.argv", ["train.py", "--deepspeed_config", "c.json", *options])
+    args = train.get_args()
+    config, _ = train.complete_config(train.load_deepspeed_config(f"configs/{config}.json"), args, world_size)
+    return train.estimate_memory(config, args, world_size)
+
+
+@pytest.mark.parametrize(
+    ("config", "per_parameter"),
+    [("baseline", 16), ("bf16_full", 10), ("bf16_full_sr", 10), ("bf16_full_sr_8bit", 8.03), ("bf16_master_wg", 2)],
+)
+@pytest.mark.parametrize("world_size", [1, 8])
+def test_the_expected_states_are_partitioned_over_the_gpus(config, per_parameter, world_size, monkeypatch):
+    device, host = estimate(config, monkeypatch, world_size=world_size)
+    states = sum(device.get(part, 0) for part in train.STATE_PARTS)
+    assert states == pytest.approx(per_parameter * 254_128_976 / world_size, rel=1e-3)
+    assert sum(host.values()) == pytest.approx((14 * 254_128_976 / world_size) * (config == "bf16_master_wg"), rel=1e-5)
+
+
+def test_the_estimate_of_a_large_shape_needs_no_gpu_launcher_or_weights(monkeypatch, capsys):
+    shape = "--hidden_dim 8192 --num_layers 80 --num_heads 64 --seq_length 4096 --batch_size 1".split()
+    options = ["--estimate", "--deepspeed_config", "configs/bf16_full.json", "--world_size", "64", *shape]
+    monkeypatch.setattr("sys.argv", ["train.py", *options])
+    assert train.main() is None
+    output = capsys.readouterr().out
+    assert "65,285,833,552 parameters on 64 GPU(s)" in output
+    fields = dict(field.split("=") for field in output.splitlines()[-1].removeprefix("ESTIMATE: ").split())
+    assert int(fields["model_state_bytes"]) == pytest.approx(10 * 65_285_833_552 / 64, rel=1e-4)
+    fewest = int(fields["fewest_gpus"])
+    assert 1 < fewest < 64 and f"it takes {fewest} GPU(s) of 80 GiB" in output
+
+
+def published_runs():
+    return sorted((ROOT / "results" / "h200").rglob("*.log"))
+
+
+@pytest.mark.parametrize("log", published_runs(), ids=lambda log: str(log.relative_to(ROOT / "results")))
+def test_the_estimate_holds_against_the_published_runs(log, monkeypatch):
+    from gather_memory import merge_summaries, summaries_in
+
+    summary = merge_summaries(summaries_in(log))
+    if summary is None or "deepcompile" in summary["config"]:
+        pytest.skip("a run without a summary, or one that the estimate does not know")
+    shape = [part for key in train.SHAPE_KEYS if key in summary for part in (f"--{key}", str(summary[key]))]
+    if summary["params"] != 254_128_976 and "hidden_dim" not in summary:
+        pytest.skip("a log of before the shape was in it")
+    shape += ["--activation_checkpointing"] if summary["activation_checkpointing"] else []
+    name = summary["config"].split("/")[-1].removesuffix(".json")
+    device, _ = estimate(name, monkeypatch, *shape, world_size=summary["world_size"])
+    states = sum(device.get(part, 0) for part in train.STATE_PARTS)
+    if "model_state_bytes" in summary:
+        assert states == pytest.approx(summary["model_state_bytes"], rel=0.01)
+    assert states + train.WORKSPACE_BYTES == pytest.approx(summary["alloc_mem_bytes"], rel=0.03)
+    assert train.expected_peak(device) == pytest.approx(summary["peak_mem_bytes"], rel=0.1)
 
 
 # Data
