@@ -25,6 +25,7 @@ import resource
 import statistics
 import sys
 import time
+import warnings
 from pathlib import Path
 from urllib.parse import quote
 
@@ -967,6 +968,8 @@ def start_distributed(args):
 
     if "RANK" not in os.environ and mpi_world_size() == 1:  # started without a launcher
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    # PyTorch would warn at each step that DeepSpeed calls collectives by their old names.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     deepspeed.init_distributed(verbose=False)  # under MPI this sets LOCAL_RANK
     local_rank = int(os.environ.setdefault("LOCAL_RANK", str(max(args.local_rank, 0))))
     if get_accelerator().device_name() != "cpu":
