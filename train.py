@@ -753,7 +753,7 @@ def estimate_memory(config, args, world_size):
     }
     groups = [0]  # elements of each sub-group's partition, as DeepSpeed cuts them
     for size in partitions:
-        if groups[-1] >= zero.get("sub_group_size", 10**9):
+        if stage == 3 and groups[-1] >= zero.get("sub_group_size", 10**9):
             groups.append(0)
         groups[-1] += size
     if config["optimizer"]["type"] == "AdamW8bit":  # a byte each, and an fp32 scale for each block
@@ -1020,16 +1020,31 @@ def torchao_adamw(parameters, type_name, params):
 
         torchao by itself keeps full-size moments for a tensor that its blocks do not divide, as a flat ZeRO partition.
         """
-        whole = p.numel() // BLOCK * BLOCK
-        parts = views.setdefault(p, list(p.detach().view(-1).split([whole, p.numel() - whole])))
-        for part, gradient in zip(parts, p.grad.view(-1).split([whole, p.numel() - whole]), strict=True):
+        sizes = [size for size in (p.numel() // BLOCK * BLOCK, p.numel() % BLOCK) if size]
+        if p not in views:
+            views[p] = p.detach().view(-1).split(sizes)
+        for part, gradient in zip(views[p], p.grad.view(-1).split(sizes), strict=True):
             part.grad = gradient
-        return [part for part in parts if part.numel()]
+        return views[p]
 
     TorchaoAdamW.__name__ = type_name  # what DeepSpeed and UpdateProbe go by
     optimizer = TorchaoAdamW(parameters, **params)
     optimizer.param_groups[0]["lr"] = params["lr"]
     return optimizer
+
+
+def flatten_on_device(tensors):
+    """One flat buffer that `tensors` become views of, as DeepSpeed's defragment, which goes through host memory.
+
+    For a moment the device holds the weights twice, less than it later holds states, unless those are offloaded.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    for tensor, view in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.data = view
+    get_accelerator().empty_cache()
+    return flat
 
 
 def create_engine(args, config, vocab_size):
@@ -1049,6 +1064,9 @@ def create_engine(args, config, vocab_size):
     if args.memory_snapshot:
         torch.cuda.memory._record_memory_history(max_entries=1_000_000)
     deepspeed.utils.nvtx.enable_nvtx = False  # thousands of Python calls a step that only a profiler would see
+    if "offload_optimizer" not in config.get("zero_optimization", {}):
+        # Without it a process takes as much host memory as it has weights, 13.7 GB at 6.86B.
+        deepspeed.runtime.zero.stage3.defragment = flatten_on_device
     torch.manual_seed(args.seed)
     try:
         with (
@@ -1311,7 +1329,10 @@ def run(args, config, notices, rank, world_size, progress):
     host_peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # of the process since it began
     measured = map(int, over_ranks([*memory().values(), host_peak, *state_bytes], "MAX"))
     allocated, reserved, peak, host_peak, *state_bytes = measured
-    expected, _ = estimate_memory(config, args, world_size)
+    expected, expected_on_host = estimate_memory(config, args, world_size)
+    if on_cpu:  # where the host is the device
+        expected.update(expected_on_host)
+    freed = () if config.get("zero_optimization", {}).get("stage", 0) == 3 else ("gradients",)  # by the step
     asked = max(args.warmup_steps, DEEPCOMPILE_WARMUP_STEPS if wants_deepcompile(config) else 0)
     warmup_steps = min(asked, args.num_steps - 1)
     if warmup_steps < asked:
@@ -1331,7 +1352,7 @@ def run(args, config, notices, rank, world_size, progress):
         "host_peak_bytes": host_peak,
         "model_state_bytes": sum(state_bytes),
         **{f"{part}_bytes": size for part, size in zip(STATE_PARTS, state_bytes, strict=True)},
-        "expected_state_bytes": sum(expected.get(part, 0) for part in STATE_PARTS),
+        "expected_state_bytes": sum(expected.get(part, 0) for part in STATE_PARTS if part not in freed),
         **({} if on_cpu or wants_deepcompile(config) else {"expected_peak_bytes": expected_peak(expected)}),
         "median_step_time": f"{statistics.median(timed_s):.4f}",
         "timed_steps": len(timed_s),

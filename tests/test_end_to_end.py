@@ -175,8 +175,7 @@ def test_the_live_states_have_the_size_and_precision_that_the_configuration_says
     for part, size in bytes_per_parameter.items():
         assert summary[f"{part}_bytes"] == pytest.approx(size * summary["params"], rel=0.03), part
     assert summary["model_state_bytes"] == sum(summary[f"{part}_bytes"] for part in bytes_per_parameter)
-    if name != "bf16_master_wg":  # of which the estimate counts only what is on a GPU
-        assert summary["expected_state_bytes"] == pytest.approx(summary["model_state_bytes"], rel=0.03)
+    assert summary["expected_state_bytes"] == pytest.approx(summary["model_state_bytes"], rel=0.03)
     found = re.findall(r"^State on cpu: (\w+) (\d+) bytes (\w+)$", result.stdout, re.M)
     assert {part: dtype for part, _, dtype in found if part != "moments"} == {
         "weights": "bfloat16",
@@ -185,7 +184,7 @@ def test_the_live_states_have_the_size_and_precision_that_the_configuration_says
     }
     moments = {dtype: int(size) for part, size, dtype in found if part == "moments"}
     if name == "bf16_full_sr_8bit":  # codes, a scale for each block of 256, and the fewer than 256 that are left over
-        assert moments["uint8"] > 60 * moments["float32"] and moments.pop("bfloat16", 0) < 2 * 2 * 256
+        assert moments["uint8"] > 40 * moments["float32"] and moments.pop("bfloat16", 0) < 2 * 2 * 256
     assert set(moments) == set(dtypes)
 
 
@@ -222,6 +221,7 @@ def test_any_deepspeed_configuration_trains(changes, tmp_path):
     first, last = (float(loss) for loss in re.findall(r"^Step (?:0|5): loss=([\d.]+)", result.stdout, re.M))
     assert abs(first - 6.3) < 0.4 and last < 7.5  # log(512) = 6.24
     assert summary["update_ratio"] == pytest.approx(1, abs=5e-3)
+    assert summary["expected_state_bytes"] == pytest.approx(summary["model_state_bytes"], rel=0.01)
     rates = (tmp_path / "monitor" / "job" / "Train_Samples_lr.csv").read_text().split()
     assert len(rates) == 6 + 1  # a header, and one row an optimizer step
 
@@ -277,6 +277,31 @@ def test_out_of_memory_is_a_result_with_step_and_phase(tmp_path):
     )
     results = gather_memory.read_logs(tmp_path / "logs")
     assert results["baseline.log"]["failed"] == "OOM"
+
+
+def test_memory_that_runs_out_on_one_rank_ends_all_ranks(tmp_path):
+    script = tmp_path / "oom.py"
+    script.write_text(f"""
+import os, sys
+sys.path.insert(0, {str(ROOT)!r})
+import torch, train
+
+real_step = train.train_step
+
+def step(engine, micro_batches, progress):
+    loss = real_step(engine, micro_batches, progress)
+    if progress["step"] == 2 and os.environ["RANK"] == "1":
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has 1 GiB")
+    return loss
+
+train.train_step = step
+train.main()
+""")
+    options = [*TINY, "--deepspeed_config", ROOT / "configs" / "baseline.json", "--num_steps", 1000]
+    result = run("deepspeed", "--num_gpus", 2, "--master_port", 29588, script, *options, timeout=120)
+    assert result.returncode != 0 and "Traceback" not in result.stderr
+    assert "out of memory in the optimizer step of step 2: 2.50 GiB more asked for" in result.stderr
+    assert re.search(r"^FAILED: config=\S+ reason=OOM phase=optimizer_step step=2 asked=2.50_GiB", result.stdout, re.M)
 
 
 def test_a_run_that_takes_too_long_is_ended_and_shown_as_timeout(tmp_path):

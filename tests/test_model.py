@@ -359,6 +359,7 @@ def test_8_bit_moments_never_fall_back_to_full_size(elements):
     assert optimizer.param_groups[0]["params"][0] is weight and optimizer.param_groups[0]["lr"] == 1e-2
     moments = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
     full_size = sum(moment.numel() for moment in moments if not hasattr(moment, "codes"))
+    assert all(part.grad is None for part in optimizer.state), "a view keeps the whole gradient alive"
     assert full_size == 2 * (elements % 256) and sum(moment.numel() for moment in moments) == 2 * elements
     torch.testing.assert_close(weight.detach(), before - 2e-2, rtol=2e-2, atol=2e-3)  # Adam's step is lr for each
 

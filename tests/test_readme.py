@@ -5,19 +5,22 @@ import re
 import pytest
 from conftest import ROOT, run, train
 
+import gather_memory
+
 README = (ROOT / "README.md").read_text()
+PUBLISHED = ROOT / "results" / "h200"
 
 
 def test_every_option_that_the_readme_names_exists():
     helps = train("--help").stdout + run("./run_all.sh", "--help").stdout
     helps += run("python", "gather_memory.py", "--help").stdout
-    known = set(re.findall(r"--[a-z_]+", helps)) | {"--num_gpus"}
+    known = set(re.findall(r"--[a-z_]+", helps))
     assert set(re.findall(r"(?<![\w-])--[a-z_]+", README)) <= known
 
 
 def test_every_file_that_the_readme_names_exists():
     linked = re.findall(r"\]\(((?!http|#)[^)]+)\)", README)
-    named = re.findall(r"\b(?:configs|results)/[\w./]*\w", README)
+    named = re.findall(r"\b(?:configs|results)/[\w./-]*\w", README)
     assert linked and named
     for path in linked + named:
         assert (ROOT / path).exists(), path
@@ -32,7 +35,53 @@ def test_the_readmes_table_is_the_one_of_the_published_run():
 def test_the_readmes_sample_is_the_one_of_the_published_cpu_run():
     summary = (ROOT / "results/cpu/55m/summary.txt").read_text()
     assert f"```text\n{summary.split(chr(10) * 2 + 'Markdown:')[0]}\n```" in README
-    assert " 0.792 " in summary and "0.792 for the BF16 rows" in README
+
+
+@pytest.mark.parametrize("learning_rate", ["1e-4", "1e-5"])
+@pytest.mark.parametrize("config", ["baseline", "bf16_full", "bf16_full_sr", "bf16_full_sr_8bit"])
+def test_the_readmes_learning_table_is_that_of_the_published_runs(config, learning_rate):
+    runs = [PUBLISHED / f"parity_lr_{learning_rate}" / f"{config}{seed}.log" for seed in ("", "_seed43")]
+    runs = [gather_memory.merge_summaries(gather_memory.summaries_in(run)) for run in runs]
+    cells = [", ".join(f"{run[key]:.3f}" for run in runs) for key in ("tail_loss", "eval_loss")]
+    ratio = ", ".join(f"{run['update_ratio']:.3f}" for run in runs) if "update_ratio" in runs[0] else "n/a"
+    assert f"| {learning_rate}, `{config}` | {cells[0]} | {cells[1]} | {ratio} |" in README
+
+
+def test_stochastic_rounding_ended_within_0_02_of_the_baseline_and_rounding_to_nearest_did_not():
+    for folder in ("parity_lr_1e-4", "parity_lr_1e-5"):
+        for seed in ("", "_seed43"):
+            logs = {
+                name: PUBLISHED / folder / f"{name}{seed}.log" for name in ("baseline", "bf16_full", "bf16_full_sr")
+            }
+            runs = {name: gather_memory.merge_summaries(gather_memory.summaries_in(log)) for name, log in logs.items()}
+            for key in ("tail_loss", "eval_loss"):
+                assert abs(runs["bf16_full_sr"][key] - runs["baseline"][key]) < 0.02
+            assert runs["bf16_full"]["tail_loss"] > runs["baseline"]["tail_loss"] + 0.3
+
+
+@pytest.mark.parametrize("world_size", [1, 8, 64])
+def test_the_readmes_estimates_are_what_train_py_prints(world_size):
+    command = next(line for line in README.splitlines() if line.startswith("python train.py --estimate"))
+    peaks = []
+    for config in ("baseline", "bf16_full_sr", "bf16_full_sr_8bit"):
+        options = command.replace("bf16_full_sr.json", f"{config}.json").split()[2:]
+        options[options.index("--world_size") + 1] = str(world_size)
+        peaks.append(re.search(r"Peak with activation checkpointing: ([\d.]+ GB)", train(*options).stdout)[1])
+    assert f"| {world_size} | {' | '.join(peaks)} |" in README
+
+
+def test_the_figures_in_the_readmes_text_are_those_of_the_published_runs():
+    paired = dict(
+        re.findall(r"^configs/(\w+).json: median ([\d.]+)", (PUBLISHED / "paired_steps.txt").read_text(), re.M)
+    )
+    for name in ("baseline", "bf16_full", "bf16_full_sr"):
+        assert f"{paired[name]} ms for" in README
+    big = (PUBLISHED / "6.86b_checkpointing" / "summary.txt").read_text()
+    for peak in ("103.76", "65.45", "53.41"):
+        assert f"{peak} GB" in big and peak in README
+    for folder, name, host in (("254m", "bf16_master_wg", "5.3 GB"), ("6.86b_checkpointing", "bf16_full_sr", "7.2 GB")):
+        summary = gather_memory.merge_summaries(gather_memory.summaries_in(PUBLISHED / folder / f"{name}.log"))
+        assert f"{summary['host_peak_bytes'] / 1024**3:.1f} GB" == host and host in README
 
 
 @pytest.mark.parametrize("size", ["0.25b", "1.01b", "3.09b", "6.86b"])
