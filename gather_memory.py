@@ -51,7 +51,7 @@ SUMMARY_END = re.compile(rb"[\r\n]|SUMMARY:")  # the line's end, or where anothe
 CHUNK_BYTES = 1024**2
 MAX_LINE_BYTES = 64 * 1024  # what follows the marker; a longer line is not a summary
 
-HELD_OUT = re.compile(r"Held-out text after step (\d+): eval_loss=([\d.]+)")
+HELD_OUT = re.compile(r"Held-out text after step (\d+): eval_loss=(\d+\.\d+)\s")
 COLOURS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe & Ito
 
 ANSI_ESCAPE = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
@@ -212,8 +212,8 @@ OPTIONAL_COLUMNS = (
 
 
 def states_beside_expected(summary):
-    states = summary.get("model_state_bytes")
-    return f"{format_bytes(states) if states else 'n/a'} ({format_bytes(summary['expected_state_bytes'])})"
+    states = format_bytes(summary["model_state_bytes"]) if has_number(summary, "model_state_bytes") else "n/a"
+    return f"{states} ({format_bytes(summary['expected_state_bytes'])})"
 
 
 def has_number(summary, field):
@@ -416,7 +416,7 @@ def short_name(log, results, with_log=True):
     """The stem of the configuration's file, with the log's name where several logs ran it."""
     summaries = summaries_of(results)
     stems = {name: re.split(r"[/\\]", s["config"])[-1].removesuffix(".json") for name, s in summaries.items()}
-    stem = stems.get(log, Path(log).stem)
+    stem = stems.get(log, Path(log).stem).replace("$", r"\$")  # no formula
     return f"{stem}\n[{log}]" if with_log and list(stems.values()).count(stem) > 1 else stem
 
 
@@ -425,7 +425,8 @@ def read_curves(log_dir, results):
     curves = {}
     for log in results:
         csv = (log_dir / log).with_name(f"{Path(log).stem}_loss.csv")
-        rows = re.findall(r"^\d+,([-+.\deE]+)$", csv.read_text(), re.MULTILINE) if csv.is_file() else []
+        text = csv.read_text(errors="replace") if csv.is_file() else ""
+        rows = [loss for loss in re.findall(r"^\d+,(\S+)$", text, re.MULTILINE) if NUMBER.fullmatch(loss)]
         if rows:
             held_out = HELD_OUT.findall((log_dir / log).read_text(errors="replace"))
             curves[log] = [float(loss) for loss in rows], [(int(step), float(loss)) for step, loss in held_out]
@@ -441,16 +442,25 @@ def read_logs(log_dir):
     """Map each log's name to its summary or failure: baseline.log and bf16_full.log first, then the others by name."""
     names = sorted(path.name for path in log_dir.glob("*.log") if path.is_file())
     names.sort(key=lambda name: FIRST_LOGS.index(name) if name in FIRST_LOGS else len(FIRST_LOGS))
-    return {name: merge_summaries(summaries_in(log_dir / name)) or failure_in(log_dir / name) for name in names}
+    results = {}
+    for name in names:
+        summary, failure = merge_summaries(summaries_in(log_dir / name)), failure_in(log_dir / name)
+        results[name] = failure if failure["last"] or not summary else summary
+    return results
 
 
 def failure_in(path):
-    """{"failed": reason, "details": text} of a log without a summary; the reason is FAILED where the run gave none."""
+    """How a run ended: {"failed": reason, "details": text, "last": whether it said so after any summary}.
+
+    The reason is FAILED where the run gave none.
+    """
     with open(path, "rb") as log:
         log.seek(max(0, path.stat().st_size - TAIL_BYTES))
-        found = FAILURE.findall(log.read())
-    reason, details = (part.decode("ascii", "replace") for part in found[0]) if found else ("FAILED", "")
-    return {"failed": reason, "details": details.strip()}
+        tail = log.read()
+    found = list(FAILURE.finditer(tail, tail.rfind(MARKER) + 1)) or list(FAILURE.finditer(tail))
+    reason, details = (part.decode("ascii", "replace") for part in found[0].groups()) if found else ("FAILED", "")
+    last = bool(found) and found[0].start() > tail.rfind(MARKER)
+    return {"failed": reason, "details": details.strip(), "last": last}
 
 
 def write_whole(path, text):

@@ -60,12 +60,14 @@ while [ $# -gt 0 ]; do
       esac
       shift 2
       ;;
-    --loss_log_file* | --deepspeed_config*) die "$1: the sweep sets it for each configuration" ;;
+    --loss_log_file* | --memory_log_file* | --memory_snapshot* | --deepspeed_config* | --estimate)
+      die "$1 is for train.py itself: each configuration of a sweep would need its own"
+      ;;
     *) options+=("$1") && shift ;;
   esac
 done
 
-whole='^[1-9][0-9]*$'
+whole='^[1-9][0-9]{0,8}$'
 [[ "$num_gpus" =~ $whole || -z "$num_gpus" ]] || die "--num_gpus '$num_gpus' is not a whole number of at least 1"
 [[ "$timeout_s" =~ $whole || -z "$timeout_s" ]] || die "--timeout '$timeout_s' is not a whole number of at least 1 second"
 [ -z "$hostfile" ] || [ -f "$hostfile" ] || die "--hostfile: no file $hostfile"
@@ -141,7 +143,7 @@ for config in "${configs[@]}"; do
   while [ -n "$timeout_s" ] && kill -0 "$job" 2>/dev/null; do
     if [ $((SECONDS - start)) -ge "$timeout_s" ]; then
       end_job
-      echo "FAILED: config=$name reason=TIMEOUT limit_s=$timeout_s" | tee -a "$log_dir/$name.log"
+      echo "FAILED: config=${name// /%20} reason=TIMEOUT limit_s=$timeout_s" | tee -a "$log_dir/$name.log"
       break
     fi
     sleep 0.5

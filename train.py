@@ -180,12 +180,15 @@ def load_deepspeed_config(path):
     def unique_keys(pairs):
         if len(dict(pairs)) < len(pairs):
             fail(f"{option}: the same key stands twice in one object: {', '.join(key for key, _ in pairs)}")
-        return dict(pairs)
+        return {key: value for key, value in pairs if value is not None}
+
+    def not_a_number(text):
+        fail(f"{option}: {text} is not a number that JSON knows; give a finite one")
 
     try:
         text = Path(path).read_text(encoding="utf-8")
         try:
-            config = json.loads(text, object_pairs_hook=unique_keys)
+            config = json.loads(text, object_pairs_hook=unique_keys, parse_constant=not_a_number)
         except json.JSONDecodeError:
             config = hjson.loads(text, object_pairs_hook=unique_keys)  # comments, trailing commas
     except OSError as error:
@@ -195,7 +198,6 @@ def load_deepspeed_config(path):
     if not isinstance(config, dict):
         fail(f"{option}: expected a JSON object, found a {type(config).__name__}")
 
-    config = {key: value for key, value in config.items() if value is not None}
     for key in ("bf16", "fp16", "optimizer", "scheduler", "zero_optimization", "torch_autocast", "compile"):
         if not isinstance(config.get(key, {}), dict):
             fail(f"{option}: {key} is {config[key]!r}; expected an object")
@@ -207,6 +209,16 @@ def load_deepspeed_config(path):
     for key in BATCH_KEYS:
         if config.get(key, "auto") != "auto" and (type(config[key]) is not int or config[key] < 1):
             fail(f'{option}: {key} is {config[key]!r}; expected a whole number of at least 1, or "auto"')
+    zero = config.get("zero_optimization", {})
+    if zero.get("stage", 0) not in (0, 1, 2, 3):
+        fail(f"{option}: zero_optimization.stage is {zero['stage']!r}; expected 0, 1, 2 or 3")
+    for key in ("sub_group_size", "reduce_bucket_size", "stage3_max_live_parameters"):
+        if key in zero and zero[key] != "auto" and (type(zero[key]) not in (int, float) or not 1 <= zero[key] < 2**63):
+            fail(f'{option}: zero_optimization.{key} is {zero[key]!r}; expected a number of elements, or "auto"')
+    for key in ("offload_optimizer", "offload_param"):
+        place = zero.get(key, {}).get("device", "none") if isinstance(zero.get(key, {}), dict) else zero[key]
+        if place not in ("none", "cpu", "nvme"):
+            fail(f'{option}: zero_optimization.{key} is {zero[key]!r}; expected an object with "device": "cpu"')
     lr = config.get("optimizer", {}).get("params", {}).get("lr", "auto")
     if lr != "auto" and (type(lr) not in (int, float) or not 0 <= lr < math.inf):
         fail(f'{option}: optimizer.params.lr is {lr!r}; expected a finite number, or "auto"')
@@ -771,8 +783,8 @@ def estimate_memory(config, args, world_size):
     # output 1, feed-forward 4, and what goes into and comes out of each norm, 4. With checkpointing only its input.
     unit = item * args.batch_size * args.seq_length * args.hidden_dim
     kept = (args.num_layers + 12) if args.activation_checkpointing else 12 * args.num_layers
-    bucket = max(min(zero.get("reduce_bucket_size", 5 * 10**8), total), largest, block if stage == 3 else 0)
-    live = max(min(zero.get("stage3_max_live_parameters", 10**9), total), largest, block)
+    bucket = max(min(int(zero.get("reduce_bucket_size", 5 * 10**8)), total), largest, block if stage == 3 else 0)
+    live = max(min(int(zero.get("stage3_max_live_parameters", 10**9)), total), largest, block)
     device["workspace (cuBLAS)"] = WORKSPACE_BYTES
     device["backward: activations"] = unit * (kept + 1)
     device["backward: loss (a slice of the logits in fp32 and twice in BF16)"] = 8 * LOGITS_CHUNK_ELEMENTS + 2 * unit
@@ -797,8 +809,15 @@ def expected_peak(device):
 def report_estimate(args, config):
     """Print what estimate_memory expects, term by term, the fewest GPUs that hold it, and a line for programs."""
     world_size, memory_gib = args.world_size or 1, args.gpu_memory_gib or DEFAULT_GPU_MEMORY_GIB
-    parameters = sum(parameter_sizes(args)[0])
-    device, host = estimate_memory(config, args, world_size)
+    try:
+        parameters = sum(parameter_sizes(args)[0])
+        device, host = estimate_memory(config, args, world_size)
+    except RuntimeError as error:
+        fail(f"no such model can be: {str(error).splitlines()[0]}; give smaller sizes")
+    if "Adam" not in config["optimizer"]["type"]:
+        print(f"Notice: {config['optimizer']['type']} is counted with the two moments of Adam")
+    if "nvme" in json.dumps(config.get("zero_optimization", {})):
+        print("Notice: what is offloaded to NVMe is counted as host memory")
     print(f"Estimate of {args.deepspeed_config}: {parameters:,} parameters on {world_size} GPU(s)")
     checkpointing = "with" if args.activation_checkpointing else "without"
     print(f"Batch {args.batch_size} x {args.seq_length} tokens on each, {checkpointing} activation checkpointing")
@@ -980,6 +999,13 @@ def start_distributed(args):
     elif "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, os.cpu_count() // int(os.environ.get("LOCAL_SIZE", 1))))
     return deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()
+
+
+def operator_locks():
+    """Files that say that operators are being compiled; a killed compilation leaves its own, and all others wait."""
+    from torch.utils.cpp_extension import get_default_build_root
+
+    return sorted(Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()).glob("**/lock"))
 
 
 def mpi_world_size():
@@ -1196,6 +1222,8 @@ def main():
         report_estimate(args, complete_config(config, args, args.world_size or 1)[0])
         return None
     config, notices = complete_config(config, args, int(os.environ.get("WORLD_SIZE") or mpi_world_size()))
+    for lock in operator_locks() if int(os.environ.get("LOCAL_RANK", 0)) == 0 else ():
+        print(f"Notice: {lock} exists: this run waits for what compiles there; if nothing does, remove it", flush=True)
     rank, world_size = start_distributed(args)
     progress = {"phase": "creating model and optimizer"}
     try:
@@ -1245,6 +1273,10 @@ def run(args, config, notices, rank, world_size, progress):
     else:
         batches = random_batches(vocab_size, args.seq_length, args.batch_size, args.seed, rank)
 
+    for lock in operator_locks():
+        say(
+            f"Notice: {lock} exists: this run waits for the process that compiles there; if none does, remove that file"
+        )
     baseline_bytes = start_memory_baseline()
 
     def memory():

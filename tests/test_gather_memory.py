@@ -43,6 +43,18 @@ def row(report, name):
     return " ".join(lines[0].split())
 
 
+def test_a_run_that_failed_after_its_summary_is_a_failure_and_an_earlier_failure_is_not(tmp_path):
+    failure = "FAILED: config=x%20y reason=OOM step=3 phase=forward asked=2.00_GiB\n"
+    write_logs(tmp_path, baseline=f"{failure}{BASELINE}\n", bf16_full=f"{FULL}\n{failure}", third="nothing\n")
+    results = gather_memory.read_logs(tmp_path)
+    assert results["baseline.log"]["params"] == 254128976
+    assert results["bf16_full.log"]["failed"] == "OOM" and "step=3" in results["bf16_full.log"]["details"]
+    assert results["third.log"]["failed"] == "FAILED"
+    report = gather_memory.build_report(results, tmp_path)
+    assert row(report, "third") == "third FAILED" + " -" * 4
+    assert "OOM: bf16_full.log has no whole SUMMARY line; it ran out of memory (step=3" in report
+
+
 # Pictures
 
 
@@ -50,9 +62,9 @@ def test_plot_draws_memory_and_losses(tmp_path, monkeypatch, capsys):
     write_logs(tmp_path, baseline=BASELINE + "\nHeld-out text after step 1: eval_loss=2.5\n", bf16_full=FULL, broken="")
     assert gather(tmp_path, monkeypatch, capsys, "--plot")[0] == 0
     assert (tmp_path / "memory.png").read_bytes()[:4] == b"\x89PNG" and not (tmp_path / "loss.png").exists()
-    (tmp_path / "baseline_loss.csv").write_text("step,loss\n0,3.5\n1,3.25\n2,3.0\n")
+    (tmp_path / "baseline_loss.csv").write_bytes(b"step,loss\n0,3.5\n1,3.25\n1,\xff1e\n1,3.2.5\n1,nan\n2,3.0\n3,2")
     curves = gather_memory.read_curves(tmp_path, {"baseline.log": {}, "bf16_full.log": {}})
-    assert curves == {"baseline.log": ([3.5, 3.25, 3.0], [(1, 2.5)])}
+    assert curves == {"baseline.log": ([3.5, 3.25, 3.0, 2.0], [(1, 2.5)])}
     assert gather(tmp_path, monkeypatch, capsys, "--plot")[0] == 0
     assert (tmp_path / "loss.png").read_bytes()[:4] == b"\x89PNG"
 

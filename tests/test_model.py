@@ -280,6 +280,10 @@ def test_comments_in_the_configuration_are_read_as_deepspeed_does(tmp_path):
         ('{"gradient_accumulation_steps": 2.0}', "gradient_accumulation_steps is 2.0"),
         ('{"zero_optimization": true}', "zero_optimization is True"),
         ('{"optimizer": {"type": "Lion", "params": {"bf16_stochastic_round": true}}}', "change optimizer.type"),
+        ('{"zero_optimization": {"stage": "3"}}', "expected 0, 1, 2 or 3"),
+        ('{"zero_optimization": {"reduce_bucket_size": "5e8"}}', "reduce_bucket_size is '5e8'"),
+        ('{"zero_optimization": {"sub_group_size": NaN}}', "NaN"),
+        ('{"zero_optimization": {"offload_optimizer": true}}', 'with "device": "cpu"'),
         ('{"optimizer": {"type": "AdamW8bit"}}', "bf16_master_weights_and_grads"),
     ],
 )
