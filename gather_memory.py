@@ -204,8 +204,8 @@ OPTIONAL_COLUMNS = (
     ("Peak bytes/parameter", "mfu", lambda summary: bytes_per_parameter(summary, "peak_mem_bytes")),
     ("States (expected)", "expected_state_bytes", lambda summary: states_beside_expected(summary)),
     ("MFU", "mfu", lambda summary: f"{summary['mfu']:.1%}"),
-    ("Loss, last 10%", "tail_loss", lambda summary: f"{summary['tail_loss']:.3f}"),
-    ("Held-out loss", "eval_loss", lambda summary: f"{summary['eval_loss']:.3f}"),
+    ("Loss, last 10%", "tail_loss", lambda summary: f"{summary['tail_loss']:.4f}"),
+    ("Held-out loss", "eval_loss", lambda summary: f"{summary['eval_loss']:.4f}"),
     ("Update ratio", "update_ratio", lambda summary: f"{summary['update_ratio']:.3f}"),
     ("Weights changed", "changed_share", lambda summary: f"{summary['changed_share']:.1%}"),
 )
@@ -317,7 +317,7 @@ def notes(results):
     for log, summary in results.items():
         if has_number(summary, "update_ratio") and summary["update_ratio"] < LOW_UPDATE_RATIO:
             lost = f"{row_name(log, results)}: {1 - summary['update_ratio']:.0%} of the update is lost to rounding"
-            lines.append(f"WARNING: {lost}; compare its loss with the baseline's, or raise the learning rate.")
+            lines.append(f"WARNING: {lost}; compare its loss with the baseline's, or take bf16_full_sr.")
     for log, summary in results.items():
         if "failed" in summary:
             why = FAILURE_REASONS.get(summary["failed"], "the run crashed or was killed before its end")
@@ -389,9 +389,9 @@ def plot_memory(results, path):
     figure.savefig(path)
 
 
-def plot_losses(curves, results, path):
+def plot_losses(curves, results, path, name):
     """Loss over steps of each log, smoothed over raw; one colour a configuration, final values in the legend."""
-    figure, axes = new_figure(4.5, "Training loss, smoothed over raw")
+    figure, axes = new_figure(4.5, f"{name}: training loss, smoothed over raw")
     finals, colours = {}, {}
     for log, (losses, held_out) in curves.items():
         name = short_name(log, results, with_log=False)
@@ -402,9 +402,9 @@ def plot_losses(curves, results, path):
         axes.plot(smooth, color=colour, linewidth=1.5)
         if held_out:
             axes.plot(*zip(*held_out, strict=True), "o", color=colour, markersize=4)
-            axes.set_title("Training loss, smoothed over raw; dots: held-out text", loc="left", fontsize=11)
+            axes.set_title(f"{name}: training loss, smoothed over raw; dots: held-out text", loc="left", fontsize=11)
         tail = losses[-math.ceil(len(losses) / 10) :]
-        finals.setdefault(name, []).append(f"{sum(tail) / len(tail):.3f}")
+        finals.setdefault(name, []).append(f"{sum(tail) / len(tail):.4f}")
     handles = [axes.plot([], [], color=colours[name], label=f"{name}: {', '.join(finals[name])}")[0] for name in finals]
     axes.legend(handles=handles, title="mean of the last 10 % of steps", frameon=False, fontsize=9, title_fontsize=9)
     axes.set_xlabel("optimizer step")
@@ -513,7 +513,7 @@ def main():
         if args.plot:
             plot_memory(results, log_dir / "memory.png")
             if curves := read_curves(log_dir, results):
-                plot_losses(curves, results, log_dir / "loss.png")
+                plot_losses(curves, results, log_dir / "loss.png", log_dir.resolve().name.replace("$", r"\$"))
     except OSError as error:
         return failed(f"{error.filename or log_dir}: {error.strerror or error}")
     return 0

@@ -15,7 +15,8 @@ Runs train.py with each DeepSpeed configuration in turn through the deepspeed la
   --configs "A B"    configurations to run (default: baseline, bf16_master_wg, bf16_full and, where torchao is installed,
                      bf16_full_sr of configs/); a path with spaces only by itself
   --log_dir DIR      where the logs go (default: logs/<timestamp>)
-  --timeout SECONDS  end a configuration that runs longer; the table then says TIMEOUT, and the sweep goes on
+  --timeout SECONDS  end a configuration that runs longer, compiling included; the table then says TIMEOUT, and the
+                     sweep goes on
   --hostfile FILE    several nodes: DeepSpeed's hostfile, "host slots=N" a line; --num_gpus is then GPUs of each node
   --help             this text
   anything else      is given to train.py as it is: see python train.py --help
@@ -25,8 +26,8 @@ installed, memory.png and loss.png.
 A configuration that fails does not stop the others; it is named at the end, and the exit status is 1.
 Ctrl-C ends all processes (exit status 130). Each run takes a free port, so two sweeps can run side by side.
 
-Without a GPU a small preset is used, of 55 million parameters, which takes about two minutes on two cores (plus about
-three more on the first run ever, for building DeepSpeed's operators). Its memory is the processes' resident memory.
+Without a GPU a small preset is used, of 55 million parameters, which takes two to six minutes on two cores (and some
+more on the first run, for building DeepSpeed's operators). Its memory is the processes' resident memory.
 Options that you give win over the preset.
 TEXT
 }

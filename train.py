@@ -52,7 +52,8 @@ EVAL_BATCHES = 50  # at most, on each rank
 MEMORY_LOG_COLUMNS = ("step", "loss", "step_time_s", "allocated_bytes", "reserved_bytes", "peak_bytes")
 DEFAULT_GPU_MEMORY_GIB = 80
 MOST_GPUS = 1024  # that the estimate looks at
-CUDA_CONTEXT_BYTES = 2**30  # what the estimate leaves free for the CUDA context, NCCL and fragmentation
+CUDA_CONTEXT_BYTES = 2**30  # what the estimate leaves free for the CUDA context and NCCL
+RESERVED_SHARE = 1.1  # the allocator reserved 3 to 10 % more than the peak in the published runs
 WORKSPACE_BYTES = 64 * 2**20  # cuBLAS on Hopper and newer: two streams of 32 MiB
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -816,6 +817,8 @@ def report_estimate(args, config):
         fail(f"no such model can be: {str(error).splitlines()[0]}; give smaller sizes")
     if "Adam" not in config["optimizer"]["type"]:
         print(f"Notice: {config['optimizer']['type']} is counted with the two moments of Adam")
+    if wants_deepcompile(config):
+        print("Notice: DeepCompile holds more than is counted here, 1.2 GB on the published 254M run")
     if "nvme" in json.dumps(config.get("zero_optimization", {})):
         print("Notice: what is offloaded to NVMe is counted as host memory")
     print(f"Estimate of {args.deepspeed_config}: {parameters:,} parameters on {world_size} GPU(s)")
@@ -832,7 +835,8 @@ def report_estimate(args, config):
         fits = (
             n
             for n in range(1, MOST_GPUS + 1)
-            if expected_peak(estimate_memory(config, args, n)[0]) + CUDA_CONTEXT_BYTES <= memory_gib * 2**30
+            if RESERVED_SHARE * expected_peak(estimate_memory(config, args, n)[0]) + CUDA_CONTEXT_BYTES
+            <= memory_gib * 2**30
         )
         fewest = next(fits, None)
         if args.activation_checkpointing == asked:
@@ -840,7 +844,7 @@ def report_estimate(args, config):
         print(
             f"Peak {'with' if args.activation_checkpointing else 'without'} activation checkpointing: "
             f"{format_memory(peak)} on each, {peak * world_size / parameters:.2f} bytes/parameter; it takes "
-            f"{fewest or f'more than {MOST_GPUS}'} GPU(s) of {memory_gib:g} GiB, with 1 GiB of each left free"
+            f"{fewest or f'more than {MOST_GPUS}'} GPU(s) of {memory_gib:g} GiB, with a tenth and 1 GiB to spare"
         )
     fields = {
         "params": parameters,
