@@ -203,6 +203,7 @@ def summaries_of(results):
 OPTIONAL_COLUMNS = (
     ("Peak bytes/parameter", "mfu", lambda summary: bytes_per_parameter(summary, "peak_mem_bytes")),
     ("States (expected)", "expected_state_bytes", lambda summary: states_beside_expected(summary)),
+    ("Host peak", "host_peak_bytes", lambda summary: format_bytes(summary["host_peak_bytes"])),
     ("MFU", "mfu", lambda summary: f"{summary['mfu']:.1%}"),
     ("Loss, last 10%", "tail_loss", lambda summary: f"{summary['tail_loss']:.4f}"),
     ("Held-out loss", "eval_loss", lambda summary: f"{summary['eval_loss']:.4f}"),
@@ -310,6 +311,8 @@ def notes(results):
     if any(summary.get("memory") == "process_resident" for summary in good):
         lines.append("No GPU was used: memory is the process's resident memory above what it used before the model;")
         lines.append("what a configuration offloads to the CPU counts too.")
+    if any(has_number(summary, "host_peak_bytes") for summary in good):
+        lines.append("Host peak: resident memory of the largest process, imports and offloaded states included.")
     if any(has_number(summary, "update_ratio") for summary in good):
         lines.append(
             "Update ratio: the part of AdamW's intended update that reached the master weights; 1 is all of it."

@@ -368,6 +368,15 @@ def test_8_bit_moments_never_fall_back_to_full_size(elements):
     torch.testing.assert_close(weight.detach(), before - 2e-2, rtol=2e-2, atol=2e-3)  # Adam's step is lr for each
 
 
+def test_a_lock_that_a_killed_compilation_left_is_found(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    assert train.operator_locks() == []
+    lock = tmp_path / "py312_cu130" / "fused_adam" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    assert train.operator_locks() == [lock]
+
+
 # The estimate
 
 
@@ -392,7 +401,15 @@ def test_the_expected_states_are_partitioned_over_the_gpus(config, per_parameter
 
 def test_the_estimate_of_a_large_shape_needs_no_gpu_launcher_or_weights(monkeypatch, capsys):
     shape = "--hidden_dim 8192 --num_layers 80 --num_heads 64 --seq_length 4096 --batch_size 1".split()
-    options = ["--estimate", "--deepspeed_config", "configs/bf16_full.json", "--world_size", "64", *shape, "--activation_checkpointing"]
+    options = [
+        "--estimate",
+        "--deepspeed_config",
+        "configs/bf16_full.json",
+        "--world_size",
+        "64",
+        *shape,
+        "--activation_checkpointing",
+    ]
     monkeypatch.setattr("sys.argv", ["train.py", *options])
     assert train.main() is None
     output = capsys.readouterr().out

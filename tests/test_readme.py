@@ -82,6 +82,9 @@ def test_the_figures_in_the_readmes_text_are_those_of_the_published_runs():
     )
     for name in ("baseline", "bf16_full", "bf16_full_sr"):
         assert f"{paired[name]} ms for `{name}`" in " ".join(README.split())
+    pairs = re.findall(r"difference of a pair (\S+) ms", (PUBLISHED / "tracking_cost.txt").read_text())
+    for difference, name in zip(pairs, ("baseline", "bf16_full"), strict=True):
+        assert f"{float(difference):.1f} ms for `{name}`".replace("-", "\N{MINUS SIGN}") in README
     big = (PUBLISHED / "6.86b_checkpointing" / "summary.txt").read_text()
     for figure in ("103.76 GB", "65.45 GB", "53.41 GB", "36.9%", "48.5%"):
         assert figure in big and figure.split()[0] in README
