@@ -659,6 +659,21 @@ def load_wikitext_data(
     return dataloader, math.ceil(tokenizer_length / 64) * 64  # tensor cores like multiples of 64
 
 
+def load_data(args, rank, world_size, say):
+    """(endless training batches, held-out DataLoader or None); sets args.vocab_size to the tokenizer's."""
+    if not args.use_real_data:
+        return random_batches(args.vocab_size, args.seq_length, args.batch_size, args.seed, rank), None
+    data = (args.tokenizer, args.seq_length, args.batch_size, world_size, rank, args.dataset, args.seed)
+    try:
+        dataloader, args.vocab_size = load_wikitext_data(*data, "train" if args.eval_steps else "all")
+        held_out, _ = load_wikitext_data(*data, "held_out") if args.eval_steps else (None, None)
+    except ValueError as error:
+        fail(error)
+    say(f"Data: {args.dataset}, {len(dataloader)} batches an epoch on each rank")
+    say(f"Data: the tokenizer's vocabulary, padded to {args.vocab_size}, takes the place of --vocab_size")
+    return endless(dataloader), held_out
+
+
 # ---------------------------------------------------------------------------------------------------
 # Measurement
 # ---------------------------------------------------------------------------------------------------
@@ -1077,7 +1092,7 @@ def flatten_on_device(tensors):
     return flat
 
 
-def create_engine(args, config, vocab_size):
+def create_engine(args, config):
     """Model and DeepSpeed engine; a configuration that DeepSpeed refuses ends the program with its reason."""
     import deepspeed
     from deepspeed.accelerator import get_accelerator
@@ -1105,7 +1120,7 @@ def create_engine(args, config, vocab_size):
             deepspeed.zero.Init(config_dict_or_path=config, enabled=zero3),
         ):
             model = SimpleTransformerModel(
-                vocab_size, args.hidden_dim, args.num_layers, args.num_heads, max_seq_len=args.seq_length
+                args.vocab_size, args.hidden_dim, args.num_layers, args.num_heads, max_seq_len=args.seq_length
             )
         if zero3:  # nn.MultiheadAttention sets these to 0 only after zero.Init has taken them apart
             biases = [layer.attention.out_proj.bias for layer in model.layers]
@@ -1207,6 +1222,42 @@ def write_snapshot(args):
         torch.cuda.memory._dump_snapshot(args.memory_snapshot)
 
 
+def measure_memory(args, config, engine, memory, world_size, say):
+    """The memory fields of the report, the highest of all ranks; says what the states of this rank are made of.
+
+    `memory` is a function that returns what get_memory_stats does, less what the run does not answer for.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    here = get_accelerator().device_name()
+    states = model_states(engine)
+    state_bytes = [
+        sum(size for (name, _, at), size in states.items() if (name, at) == (part, here)) for part in STATE_PARTS
+    ]
+    host_peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # of the process since it began
+    measured = map(int, over_ranks([*memory().values(), host_peak, *state_bytes], "MAX"))
+    allocated, reserved, peak, host_peak, *state_bytes = measured
+    for (part, dtype, place), size in states.items():
+        say(f"State on {place}: {part} {size} bytes {dtype}")
+    rest = "the process and freed memory that it keeps" if here == "cpu" else "cuBLAS's workspace, DeepSpeed's buffers"
+    say(f"Allocated beyond the states: {format_memory(max(0, allocated - sum(state_bytes)))}: {rest}")
+
+    expected, expected_on_host = estimate_memory(config, args, world_size)
+    if here == "cpu":  # where the host is the device
+        expected.update(expected_on_host)
+    freed = () if config.get("zero_optimization", {}).get("stage", 0) == 3 else ("gradients",)  # by the step
+    return {
+        "peak_mem_bytes": peak,
+        "alloc_mem_bytes": allocated,
+        "reserved_mem_bytes": reserved,
+        "host_peak_bytes": host_peak,
+        "model_state_bytes": sum(state_bytes),
+        **{f"{part}_bytes": size for part, size in zip(STATE_PARTS, state_bytes, strict=True)},
+        "expected_state_bytes": sum(expected.get(part, 0) for part in STATE_PARTS if part not in freed),
+        **({} if here == "cpu" or wants_deepcompile(config) else {"expected_peak_bytes": expected_peak(expected)}),
+    }
+
+
 def report(config_path, fields):
     """The results block, the ENV line and, last, the SUMMARY line; all three name the same fields in the same order."""
     lines = ["", "=" * 78, f"RESULTS of {config_path} (memory: highest rank; time: slowest rank; loss: mean of ranks)"]
@@ -1262,21 +1313,7 @@ def run(args, config, notices, rank, world_size, progress):
     for option, path in {**logs, "--memory_snapshot": args.memory_snapshot}.items():
         if path:
             open_log(option, path, "a").close()  # fail now, but empty it only once there is a run to log
-    vocab_size = args.vocab_size
-    if args.use_real_data:
-        try:
-            data = (args.tokenizer, args.seq_length, args.batch_size, world_size, rank, args.dataset, args.seed)
-            dataloader, vocab_size = load_wikitext_data(*data, "train" if args.eval_steps else "all")
-            held_out, _ = load_wikitext_data(*data, "held_out") if args.eval_steps else (None, None)
-        except ValueError as error:
-            fail(error)
-        batches = endless(dataloader)
-        say(f"Data: {args.dataset}, {len(dataloader)} batches an epoch on each rank")
-        say(f"Data: the tokenizer's vocabulary, padded to {vocab_size}, takes the place of --vocab_size")
-        args.vocab_size = vocab_size
-    else:
-        batches = random_batches(vocab_size, args.seq_length, args.batch_size, args.seed, rank)
-
+    batches, held_out = load_data(args, rank, world_size, say)
     for lock in operator_locks():
         say(
             f"Notice: {lock} exists: this run waits for the process that compiles there; if none does, remove that file"
@@ -1286,7 +1323,7 @@ def run(args, config, notices, rank, world_size, progress):
     def memory():
         return {key: max(0, value - baseline_bytes) for key, value in get_memory_stats().items()}
 
-    engine = create_engine(args, config, vocab_size)
+    engine = create_engine(args, config)
     accumulation = engine.gradient_accumulation_steps()
     total_parameters, trainable_parameters = count_parameters(engine.module)
     init_peak = int(over_ranks([memory()["peak"]], "MAX")[0])
@@ -1357,18 +1394,7 @@ def run(args, config, notices, rank, world_size, progress):
     del micro_batches  # what is left is the model and the optimizer, not the last step's data
     gc.collect()
     write_snapshot(args)
-    states = model_states(engine)
-    here = torch.device(device).type
-    state_bytes = [
-        sum(size for (name, _, at), size in states.items() if (name, at) == (part, here)) for part in STATE_PARTS
-    ]
-    host_peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # of the process since it began
-    measured = map(int, over_ranks([*memory().values(), host_peak, *state_bytes], "MAX"))
-    allocated, reserved, peak, host_peak, *state_bytes = measured
-    expected, expected_on_host = estimate_memory(config, args, world_size)
-    if on_cpu:  # where the host is the device
-        expected.update(expected_on_host)
-    freed = () if config.get("zero_optimization", {}).get("stage", 0) == 3 else ("gradients",)  # by the step
+    memory_fields = measure_memory(args, config, engine, memory, world_size, say)
     asked = max(args.warmup_steps, DEEPCOMPILE_WARMUP_STEPS if wants_deepcompile(config) else 0)
     warmup_steps = min(asked, args.num_steps - 1)
     if warmup_steps < asked:
@@ -1379,17 +1405,11 @@ def run(args, config, notices, rank, world_size, progress):
     tflops_per_gpu = tokens_per_second / world_size * model_flops_per_token(engine.module) / 1e12
     fields = {
         "params": total_parameters,
-        "peak_mem_bytes": peak,
-        "alloc_mem_bytes": allocated,
+        **{key: memory_fields[key] for key in ("peak_mem_bytes", "alloc_mem_bytes")},
         "avg_step_time": f"{mean_s:.4f}",
         "world_size": world_size,
-        "reserved_mem_bytes": reserved,
         "init_peak_mem_bytes": init_peak,
-        "host_peak_bytes": host_peak,
-        "model_state_bytes": sum(state_bytes),
-        **{f"{part}_bytes": size for part, size in zip(STATE_PARTS, state_bytes, strict=True)},
-        "expected_state_bytes": sum(expected.get(part, 0) for part in STATE_PARTS if part not in freed),
-        **({} if on_cpu or wants_deepcompile(config) else {"expected_peak_bytes": expected_peak(expected)}),
+        **memory_fields,
         "median_step_time": f"{statistics.median(timed_s):.4f}",
         "timed_steps": len(timed_s),
         "tracking_time": f"{tracking_s / args.num_steps:.6f}",
@@ -1407,18 +1427,14 @@ def run(args, config, notices, rank, world_size, progress):
         "activation_checkpointing": int(args.activation_checkpointing),
         "memory": "process_resident" if on_cpu else "device_allocator",
     }
-    for (part, dtype, place), size in states.items():
-        say(f"State on {place}: {part} {size} bytes {dtype}")
-    rest = "the process itself and freed memory that it keeps" if on_cpu else "cuBLAS's workspace, DeepSpeed's buffers"
-    say(f"Allocated beyond the states: {format_memory(max(0, allocated - sum(state_bytes)))}: {rest}")
     lines = report(args.deepspeed_config, fields)
     say(*lines)
 
     engine.destroy()
     deepspeed.comm.destroy_process_group()
     return {
-        "peak_memory": peak,
-        "allocated_memory": allocated,
+        "peak_memory": fields["peak_mem_bytes"],
+        "allocated_memory": fields["alloc_mem_bytes"],
         "avg_step_time": mean_s,
         "loss_history": loss_history,
         "summary_line": lines[-1],

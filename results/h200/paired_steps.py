@@ -20,7 +20,7 @@ batch = next(train.random_batches(args.vocab_size, args.seq_length, args.batch_s
 engines = {}
 for path in paths:
     config, _ = train.complete_config(train.load_deepspeed_config(path), args, 1)
-    engines[path] = train.create_engine(args, config, args.vocab_size)
+    engines[path] = train.create_engine(args, config)
 gc.collect()
 gc.freeze()
 times_s = {path: [] for path in paths}

@@ -13,7 +13,7 @@ import train
 args = train.get_args()
 _, world_size = train.start_distributed(args)
 config, _ = train.complete_config(train.load_deepspeed_config(args.deepspeed_config), args, world_size)
-engine = train.create_engine(args, config, args.vocab_size)
+engine = train.create_engine(args, config)
 batches = train.random_batches(args.vocab_size, args.seq_length, args.batch_size, args.seed, 0)
 log = train.open_log("--loss_log_file", "/tmp/tracking_cost.csv", "w")
 times_s = {False: [], True: []}
