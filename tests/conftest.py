@@ -18,7 +18,7 @@ TINY = (
 
 
 def run(*command, cwd=ROOT, timeout=1800, **environment):
-    """Run a command to its end (the first ones compile DeepSpeed's operators), with this interpreter's folder first on PATH. Output is text."""
+    """Run a command to its end, with this interpreter's folder first on PATH. The first ones compile operators."""
     env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", **environment}
     command = [str(part) for part in command]
     return subprocess.run(command, cwd=cwd, env=env, timeout=timeout, capture_output=True, text=True)
