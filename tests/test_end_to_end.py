@@ -248,7 +248,7 @@ def test_what_deepspeed_refuses_is_one_line_with_its_reason(tmp_path):
 def test_a_failed_start_leaves_the_loss_file_of_an_earlier_run_alone(tmp_path):
     loss_file = tmp_path / "loss.csv"
     loss_file.write_text("step,loss\n0,1.0\n")
-    config = write_config(tmp_path / "config.json", zero_optimization={"stage": 9})
+    config = write_config(tmp_path / "config.json", bf16={"enabled": True, "bf16_optimizer_states": True})
     result = train(*TINY, "--deepspeed_config", config, "--loss_log_file", loss_file)
     assert result.returncode == 2 and "DeepSpeed cannot start with it" in result.stderr
     assert loss_file.read_text() == "step,loss\n0,1.0\n"
