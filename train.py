@@ -1284,9 +1284,11 @@ def main():
     try:
         return run(args, config, notices, rank, world_size, progress)
     except RuntimeError as error:
-        if not out_of_memory(error):
-            raise
-        end_out_of_memory(error, args, progress)
+        if out_of_memory(error):
+            end_out_of_memory(error, args, progress)
+        if re.search(r"Connection (closed|reset) by peer|remote worker", str(error)):
+            fail("another process ended, and this one with it; that one's own line says why", 1, every_rank=True)
+        raise
 
 
 def run(args, config, notices, rank, world_size, progress):
