@@ -60,6 +60,32 @@ def test_stochastic_rounding_ended_within_0_02_of_the_baseline_and_rounding_to_n
             assert runs["bf16_full"]["tail_loss"] > runs["baseline"]["tail_loss"] + 0.3
 
 
+@pytest.mark.parametrize(
+    ("log", "peak_gib", "bytes_per_parameter"),
+    [
+        ("254m/baseline", 5.1, 16.8),
+        ("254m/bf16_full", 3.7, 10.8),
+        ("254m/bf16_full_sr", 3.7, 10.7),
+        ("254m/bf16_full_sr_8bit", 3.2, 8.4),
+        ("254m_checkpointing/baseline", 4.3, 16.8),
+        ("254m_checkpointing/bf16_full", 2.9, 10.8),
+        ("6.86b_checkpointing/baseline", 104.0, 16.1),
+        ("6.86b_checkpointing/bf16_full", 65.6, 10.1),
+        ("6.86b_checkpointing/bf16_full_sr", 65.6, 10.1),
+        ("6.86b_checkpointing/bf16_full_sr_8bit", 54.0, 8.1),
+    ],
+)
+def test_the_published_runs_hold_little_beside_the_model_states(log, peak_gib, bytes_per_parameter):
+    summary = gather_memory.merge_summaries(gather_memory.summaries_in(PUBLISHED / f"{log}.log"))
+    assert summary["peak_mem_bytes"] < peak_gib * 1024**3
+    assert summary["alloc_mem_bytes"] < bytes_per_parameter * summary["params"]
+
+
+def test_in_paired_steps_no_configuration_is_a_tenth_slower_than_another():
+    medians_ms = re.findall(r"^configs/\w+.json: median ([\d.]+)", (PUBLISHED / "paired_steps.txt").read_text(), re.M)
+    assert len(medians_ms) == 3 and max(map(float, medians_ms)) < min(80, 1.1 * min(map(float, medians_ms)))
+
+
 @pytest.mark.parametrize("world_size", [8, 64])
 def test_the_readmes_estimates_are_what_train_py_prints(world_size, monkeypatch, capsys):
     command = next(line for line in README.splitlines() if line.startswith("python train.py --estimate"))
