@@ -392,9 +392,9 @@ def plot_memory(results, path):
     figure.savefig(path)
 
 
-def plot_losses(curves, results, path, name):
+def plot_losses(curves, results, path, folder):
     """Loss over steps of each log, smoothed over raw; one colour a configuration, final values in the legend."""
-    figure, axes = new_figure(4.5, f"{name}: training loss, smoothed over raw")
+    figure, axes = new_figure(4.5, f"{folder}: training loss, smoothed over raw")
     finals, colours = {}, {}
     for log, (losses, held_out) in curves.items():
         name = short_name(log, results, with_log=False)
@@ -405,7 +405,7 @@ def plot_losses(curves, results, path, name):
         axes.plot(smooth, color=colour, linewidth=1.5)
         if held_out:
             axes.plot(*zip(*held_out, strict=True), "o", color=colour, markersize=4)
-            axes.set_title(f"{name}: training loss, smoothed over raw; dots: held-out text", loc="left", fontsize=11)
+            axes.set_title(f"{folder}: training loss, smoothed over raw; dots: held-out text", loc="left", fontsize=11)
         tail = losses[-math.ceil(len(losses) / 10) :]
         finals.setdefault(name, []).append(f"{sum(tail) / len(tail):.4f}")
     handles = [axes.plot([], [], color=colours[name], label=f"{name}: {', '.join(finals[name])}")[0] for name in finals]

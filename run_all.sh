@@ -41,6 +41,7 @@ num_gpus=""
 hostfile=""
 timeout_s=""
 configs=()
+whole='^[1-9][0-9]{0,8}$'
 log_dir=""
 options=()
 while [ $# -gt 0 ]; do
@@ -50,14 +51,23 @@ while [ $# -gt 0 ]; do
     --num_gpus | --configs | --log_dir | --timeout | --hostfile)
       [ $# -ge 2 ] || die "$1 needs a value (see --help)"
       case "$1" in
-        --num_gpus) num_gpus=$2 ;;
+        --num_gpus)
+          [[ "$2" =~ $whole ]] || die "--num_gpus '$2' is not a whole number of at least 1"
+          num_gpus=$2
+          ;;
         --configs)
           if [ -f "$2" ]; then configs=("$2"); else read -r -d '' -a configs <<<"$2" || true; fi
           [ "${#configs[@]}" -gt 0 ] || die "--configs is empty; give at least one DeepSpeed JSON"
           ;;
         --log_dir) log_dir=$2 ;;
-        --timeout) timeout_s=$2 ;;
-        --hostfile) hostfile=$2 ;;
+        --timeout)
+          [[ "$2" =~ $whole ]] || die "--timeout '$2' is not a whole number of at least 1 second"
+          timeout_s=$2
+          ;;
+        --hostfile)
+          [ -f "$2" ] || die "--hostfile: no file $2"
+          hostfile=$2
+          ;;
       esac
       shift 2
       ;;
@@ -68,10 +78,6 @@ while [ $# -gt 0 ]; do
   esac
 done
 
-whole='^[1-9][0-9]{0,8}$'
-[[ "$num_gpus" =~ $whole || -z "$num_gpus" ]] || die "--num_gpus '$num_gpus' is not a whole number of at least 1"
-[[ "$timeout_s" =~ $whole || -z "$timeout_s" ]] || die "--timeout '$timeout_s' is not a whole number of at least 1 second"
-[ -z "$hostfile" ] || [ -f "$hostfile" ] || die "--hostfile: no file $hostfile"
 [ -n "$num_gpus" ] || [ -n "$hostfile" ] || num_gpus=1
 installed() { python3 -c "import importlib.util, sys; sys.exit(not importlib.util.find_spec('$1'))"; }
 if [ "${#configs[@]}" -eq 0 ]; then

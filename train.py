@@ -472,9 +472,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             grad.mul_(scale[:, None])
             grad = grad.to(ctx.dtype)
             grad_weight[chunk] = matmul(grad.t(), states)
-            grad_bias[chunk] = matmul(
-                grad.t(), ones
-            )  # grad.sum(0), whose CUDA kernel takes a workspace larger than grad
+            # grad.sum(0), whose CUDA kernel takes a workspace larger than grad
+            grad_bias[chunk] = matmul(grad.t(), ones)
             grad_hidden += matmul(grad, chunk_weight)
         return grad_hidden.to(hidden.dtype), grad_weight, grad_bias, None
 
@@ -869,7 +868,7 @@ def report_estimate(args, config):
         "host_bytes": sum(host.values()),
         "fewest_gpus": asked_fewest or 0,
     }
-    print(summary_line(args.deepspeed_config, **fields).replace("SUMMARY", "ESTIMATE", 1))
+    print(summary_line(args.deepspeed_config, "ESTIMATE", **fields))
 
 
 class UpdateProbe:
@@ -988,10 +987,10 @@ def environment_line():
     return "ENV: " + " ".join(f"{key}={value}" for key, value in fields.items())
 
 
-def summary_line(config_path, **fields):
+def summary_line(config_path, marker="SUMMARY", **fields):
     """The machine-readable last line; white space in the path is percent-encoded so that it stays one field."""
     config = re.sub(r"[\s%]", lambda match: quote(match[0]), config_path)
-    return f"SUMMARY: config={config} " + " ".join(f"{key}={value}" for key, value in fields.items())
+    return f"{marker}: config={config} " + " ".join(f"{key}={value}" for key, value in fields.items())
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -1213,7 +1212,7 @@ def end_out_of_memory(error, args, progress):
 def failed_line(args, reason, **fields):
     """`FAILED: ...`, which gather_memory.py reads as summary_line; spaces within a value become underscores."""
     fields = {key: str(value).replace(" ", "_") for key, value in fields.items()}
-    return summary_line(args.deepspeed_config, reason=reason, **fields).replace("SUMMARY", "FAILED", 1)
+    return summary_line(args.deepspeed_config, "FAILED", reason=reason, **fields)
 
 
 def write_snapshot(args):
@@ -1316,10 +1315,6 @@ def run(args, config, notices, rank, world_size, progress):
         if path:
             open_log(option, path, "a").close()  # fail now, but empty it only once there is a run to log
     batches, held_out = load_data(args, rank, world_size, say)
-    for lock in operator_locks():
-        say(
-            f"Notice: {lock} exists: this run waits for the process that compiles there; if none does, remove that file"
-        )
     baseline_bytes = start_memory_baseline()
 
     def memory():
