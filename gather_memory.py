@@ -21,6 +21,7 @@ CONFIG_NAMES = {
     "bf16_full": "BF16 full (master weights, gradients, Adam)",
     "bf16_full_sr": "BF16 full, stochastic rounding",
     "bf16_full_sr_8bit": "BF16 full, stochastic rounding, 8-bit Adam",
+    "baseline_offload": "Baseline, Adam on CPU",
     "baseline_deepcompile": "Baseline with DeepCompile",
 }
 FAILURE_REASONS = {

@@ -33,7 +33,7 @@ import hjson
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
@@ -403,12 +403,11 @@ class SimpleTransformerBlock(nn.Module):
 
     def forward(self, x):
         """x: (batch, sequence, hidden) -> the same shape."""
-        if not (self.activation_checkpointing and torch.is_grad_enabled()):
+        if not (self.activation_checkpointing and x.requires_grad):
             return self._forward(x)
         # Inside the block, so that ZeRO-3's hooks around it gather the weights once for recomputation and backward.
-        # To the block's end, because the exception that stops a recomputation early breaks CUDA's LayerNorm.
-        with set_checkpoint_early_stop(False):
-            return checkpoint(self._forward, x, use_reentrant=False)
+        # Reentrant, because the forward then builds no graph: less work for the host, which is what limits the step.
+        return checkpoint(self._forward, x, use_reentrant=True, preserve_rng_state=False)  # there is no dropout
 
     def _forward(self, x):
         x = self.norm1(x + self.attention(x))
@@ -783,14 +782,16 @@ def estimate_memory(config, args, world_size):
         if stage == 3 and groups[-1] >= zero.get("sub_group_size", 10**9):
             groups.append(0)
         groups[-1] += size
-    if config["optimizer"]["type"] == "AdamW8bit":  # a byte each, and an fp32 scale for each block
+    eight_bit = config["optimizer"]["type"] == "AdamW8bit"
+    if eight_bit:  # a byte each, and an fp32 scale for each block
         states["moments"] = 2 * optimizer_share + 2 * optimizer_share // BLOCK * 4
     device, host = dict(states), {}
 
     offload = {key: zero.get(f"offload_{key}", {}).get("device", "none") != "none" for key in ("optimizer", "param")}
     if offload["optimizer"]:
         host = {part: device.pop(part) for part in STATE_PARTS[1:]}
-        host["gradients"] += master_item * optimizer_share  # stage 3 keeps them once more, for the optimizer
+        # A copy for the optimizer, in the master weights' precision; stage 3 keeps what it reduced beside it.
+        host["gradients"] = master_item * optimizer_share + (host["gradients"] if stage == 3 else 0)
     if offload["param"] and stage == 3:
         host["weights"] = device.pop("weights")
 
@@ -809,9 +810,10 @@ def estimate_memory(config, args, world_size):
     if offload["optimizer"]:
         device["backward: a gradient on its way to the host, also in fp32"] = (item + 4) * max(partitions)
     else:
-        flat = (item + (master_item if master_item != item else 0)) * max(groups)
-        norm = 8 * max(partitions) if stage == 3 else 0
-        device["step: a sub-group's flat gradient, or a gradient in fp64 for the norm"] = max(flat, norm)
+        # The gradient in the weights' precision and in the masters', both 8-bit moments in fp32 while they change.
+        flat = (item + (master_item if master_item != item else 0) + (8 if eight_bit else 0)) * max(groups)
+        norm = 4 * max(partitions) if stage == 3 else 0
+        device["step: a sub-group's flat gradient, or a gradient in fp32 for the norm"] = max(flat, norm)
     return device, host
 
 
@@ -998,6 +1000,25 @@ def summary_line(config_path, marker="SUMMARY", **fields):
 # ---------------------------------------------------------------------------------------------------
 
 
+def check_device(args, config):
+    """End the program with one line where this node's devices cannot do what is asked."""
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator, option = get_accelerator(), f"--deepspeed_config {args.deepspeed_config}"
+    if accelerator.device_name() == "cpu":
+        if wants_deepcompile(config):
+            fail(f"{option}: compile.deepcompile needs a GPU; take it out of the JSON")
+        if args.memory_snapshot:
+            fail("--memory_snapshot needs a GPU: it records PyTorch's GPU allocator; leave it out")
+        return
+    local_rank = os.environ.get("LOCAL_RANK") or os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK") or max(args.local_rank, 0)
+    found = accelerator.device_count()
+    if int(local_rank) >= found:
+        fail(f"process {local_rank} of this node has no GPU: there are {found}; lower --num_gpus", every_rank=True)
+    if config.get("bf16", {}).get("enabled") and not accelerator.is_bf16_supported():
+        fail(f"{option}: this GPU has no BF16; take one from NVIDIA's Ampere on")
+
+
 def start_distributed(args):
     """Join the process group that the launcher describes, or be a group of one. Returns (rank, world_size)."""
     import deepspeed
@@ -1010,9 +1031,6 @@ def start_distributed(args):
     deepspeed.init_distributed(verbose=False)  # under MPI this sets LOCAL_RANK
     local_rank = int(os.environ.setdefault("LOCAL_RANK", str(max(args.local_rank, 0))))
     if get_accelerator().device_name() != "cpu":
-        if local_rank >= get_accelerator().device_count():
-            found = get_accelerator().device_count()
-            fail(f"process {local_rank} of this node has no GPU: there are {found}; lower --num_gpus", every_rank=True)
         get_accelerator().set_device(local_rank)
     elif "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, os.cpu_count() // int(os.environ.get("LOCAL_SIZE", 1))))
@@ -1098,16 +1116,11 @@ def create_engine(args, config):
 
     zero3 = config.get("zero_optimization", {}).get("stage", 0) == 3
     deepcompile = wants_deepcompile(config)
-    on_cpu = get_accelerator().device_name() == "cpu"
-    if deepcompile and on_cpu:
-        fail(f"--deepspeed_config {args.deepspeed_config}: compile.deepcompile needs a GPU; take it out of the JSON")
-    if config.get("bf16", {}).get("enabled") and not (on_cpu or get_accelerator().is_bf16_supported()):
-        fail(f"--deepspeed_config {args.deepspeed_config}: this GPU has no BF16; take one from NVIDIA's Ampere on")
-    if args.memory_snapshot and on_cpu:
-        fail("--memory_snapshot needs a GPU: it records PyTorch's GPU allocator; leave it out")
     if args.memory_snapshot:
         torch.cuda.memory._record_memory_history(max_entries=1_000_000)
     deepspeed.utils.nvtx.enable_nvtx = False  # thousands of Python calls a step that only a profiler would see
+    for stages in (deepspeed.runtime.zero.stage3, deepspeed.runtime.zero.stage_1_and_2):
+        stages.get_norm_dtype = lambda: torch.float32  # a copy of each gradient in fp32, not fp64, for its norm
     if "offload_optimizer" not in config.get("zero_optimization", {}):
         # Without it a process takes as much host memory as it has weights, 13.7 GB at 6.86B.
         deepspeed.runtime.zero.stage3.defragment = flatten_on_device
@@ -1138,6 +1151,8 @@ def create_engine(args, config):
         engine, *_ = deepspeed.initialize(
             model=model, model_parameters=model.parameters(), optimizer=optimizer, config=config
         )
+        for parameters in getattr(engine.optimizer, "leaf_parameters", {}).values():
+            parameters.sort(key=lambda p: p.ds_numel)  # large gradients overflow the bucket: let small ones share one
         if deepcompile:
             engine.compile()
     except (
@@ -1195,15 +1210,17 @@ def out_of_memory(error):
 
 def end_out_of_memory(error, args, progress):
     """End the run with one line on stderr and a `FAILED:` line, which the table shows as OOM."""
-    asked, peak = out_of_memory(error), get_memory_stats()["peak"]
-    print(failed_line(args, "OOM", **progress, asked=asked, peak_mem_bytes=peak), flush=True)
+    asked, memory = out_of_memory(error), get_memory_stats()
+    fields = {"asked": asked, "peak_mem_bytes": memory["peak"], "reserved_mem_bytes": memory["reserved"]}
+    print(failed_line(args, "OOM", **progress, **fields), flush=True)
     write_snapshot(args)
     where = (
         f"in the {progress['phase']} of step {progress['step']}" if "step" in progress else f"in {progress['phase']}"
     )
     fail(
-        f"out of memory {where}: {asked} more asked for, the peak so far is {format_memory(peak)}; try "
-        "--activation_checkpointing, a smaller --batch_size, more GPUs, or a configuration with BF16 states or offload",
+        f"out of memory {where}: {asked} more asked for, the peak so far is {format_memory(memory['peak'])}, "
+        f"{format_memory(memory['reserved'])} are reserved; try --activation_checkpointing, a smaller --batch_size, "
+        "more GPUs, a configuration with BF16 states or offload, or PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
         status=1,
         every_rank=True,
     )
@@ -1244,7 +1261,8 @@ def measure_memory(args, config, engine, memory, world_size, say):
     expected, expected_on_host = estimate_memory(config, args, world_size)
     if here == "cpu":  # where the host is the device
         expected.update(expected_on_host)
-    freed = () if config.get("zero_optimization", {}).get("stage", 0) == 3 else ("gradients",)  # by the step
+    zero = config.get("zero_optimization", {})
+    freed = () if zero.get("stage", 0) == 3 or "offload_optimizer" in zero else ("gradients",)  # by the step
     return {
         "peak_mem_bytes": peak,
         "alloc_mem_bytes": allocated,
@@ -1278,6 +1296,7 @@ def main():
     config, notices = complete_config(config, args, int(os.environ.get("WORLD_SIZE") or mpi_world_size()))
     for lock in operator_locks() if int(os.environ.get("LOCAL_RANK", 0)) == 0 else ():
         print(f"Notice: {lock} exists: this run waits for what compiles there; if nothing does, remove it", flush=True)
+    check_device(args, config)
     rank, world_size = start_distributed(args)
     progress = {"phase": "creating model and optimizer"}
     try:
@@ -1379,7 +1398,7 @@ def run(args, config, notices, rank, world_size, progress):
             say(line)
         if not math.isfinite(loss):
             say(failed_line(args, "NOT_FINITE", step=step, loss=loss))
-            fail(f"the loss is {loss} at step {step}; lower --learning_rate or set gradient_clipping in the JSON", 1)
+            fail(f"the loss is {loss} at step {step}; lower --learning_rate, or gradient_clipping in the JSON", 1)
         if args.eval_steps and ((step + 1) % args.eval_steps == 0 or step == args.num_steps - 1):
             progress["phase"] = "evaluation"
             eval_loss = over_ranks([evaluate(engine, held_out, device)], "SUM")[0] / world_size

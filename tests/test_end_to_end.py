@@ -159,6 +159,7 @@ def test_stochastic_rounding_learns_what_rounding_to_nearest_loses(tmp_path, tex
     [
         ("baseline", {"weights": 2, "gradients": 2, "master_weights": 4, "moments": 8}, ("float32",)),
         ("bf16_master_wg", {"weights": 2, "gradients": 4, "master_weights": 2, "moments": 8}, ("float32",)),
+        ("baseline_offload", {"weights": 2, "gradients": 6, "master_weights": 4, "moments": 8}, ("float32",)),
         ("bf16_full", {"weights": 2, "gradients": 2, "master_weights": 2, "moments": 4}, ("bfloat16",)),
         ("bf16_full_sr", {"weights": 2, "gradients": 2, "master_weights": 2, "moments": 4}, ("bfloat16",)),
         (
@@ -177,10 +178,12 @@ def test_the_live_states_have_the_size_and_precision_that_the_configuration_says
     assert summary["model_state_bytes"] == sum(summary[f"{part}_bytes"] for part in bytes_per_parameter)
     assert summary["expected_state_bytes"] == pytest.approx(summary["model_state_bytes"], rel=0.03)
     found = re.findall(r"^State on cpu: (\w+) (\d+) bytes (\w+)$", result.stdout, re.M)
-    assert {part: dtype for part, _, dtype in found if part != "moments"} == {
-        "weights": "bfloat16",
-        "gradients": "bfloat16",
-        "master_weights": "float32" if name == "baseline" else "bfloat16",
+    master = "float32" if name.startswith("baseline") else "bfloat16"
+    assert {(part, dtype) for part, _, dtype in found if part != "moments"} == {
+        ("weights", "bfloat16"),
+        ("gradients", "bfloat16"),
+        ("gradients", master if name == "baseline_offload" else "bfloat16"),
+        ("master_weights", master),
     }
     moments = {dtype: int(size) for part, size, dtype in found if part == "moments"}
     if name == "bf16_full_sr_8bit":  # codes, a scale for each block of 256, and the fewer than 256 that are left over
@@ -489,6 +492,7 @@ def test_losses_match_plain_pytorch_with_full_attention_full_logits_and_no_zero(
         loss.backward()
         for copy, parameter in zip(master, model.parameters(), strict=True):
             copy.grad = parameter.grad.float()
+        torch.nn.utils.clip_grad_norm_(master, 1.0)
         optimizer.step()
         for copy, parameter in zip(master, model.parameters(), strict=True):
             parameter.data.copy_(copy)
@@ -497,35 +501,44 @@ def test_losses_match_plain_pytorch_with_full_attention_full_logits_and_no_zero(
     assert losses_of(tmp_path / "loss.csv") == pytest.approx(losses, rel=2**-7)  # BF16 spacing: up to 2**-7 of a value
 
 
-def test_the_optimizer_step_makes_no_parameter_sized_temporary_beyond_a_sub_group(tmp_path):
+def test_a_step_makes_no_parameter_sized_temporary_beyond_a_sub_group_and_few_reductions(tmp_path):
     """Under the real engine: nothing larger than the largest of a sub-group, a tensor and a block's activations."""
     config = write_config(tmp_path / "config.json")
     content = json.loads(config.read_text())
-    content["zero_optimization"] |= {"sub_group_size": 40_000, "reduce_bucket_size": 40_000}
+    content["zero_optimization"] |= {"sub_group_size": 40_000, "reduce_bucket_size": 4_000}
     config.write_text(json.dumps(content))
     code = f"""
 import sys
 sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
+import deepspeed
 import train
 from test_model import LargestTensor
 
-real_step, largest = train.train_step, []
+real_step, real_reduce, steps = train.train_step, deepspeed.runtime.zero.stage3.reduce_scatter_coalesced, []
 
 def recorded_step(*args):
-    with LargestTensor() as step:
-        loss = real_step(*args)
-    largest.append(step.elements)
-    return loss
+    steps.append(LargestTensor())
+    steps[-1].reductions = 0
+    with steps[-1]:
+        return real_step(*args)
+
+def counted_reduce(*args):
+    steps[-1].reductions += 1
+    return real_reduce(*args)
 
 train.train_step = recorded_step
+deepspeed.runtime.zero.stage3.reduce_scatter_coalesced = counted_reduce
 train.main()
-print("LARGEST", max(largest[1:]))
+counted = ("elements", "fp64_elements", "reductions")
+print("LARGEST", *(max(getattr(step, key) for step in steps[1:]) for key in counted))
 """
     options = ["--hidden_dim", "64", "--num_layers", "8", "--num_heads", "4", "--vocab_size", "512"]
     options += ["--batch_size", "2", "--seq_length", "32", "--num_steps", "3"]
     result = run(sys.executable, "-c", code, "--deepspeed_config", config, *options)
     assert result.returncode == 0, result.stderr[-3000:]
-    largest = int(re.search(r"LARGEST (\d+)", result.stdout)[1])
+    largest, largest_fp64, reductions = map(int, re.search(r"LARGEST (\d+) (\d+) (\d+)", result.stdout).groups())
     parameters = summary_of(result.stdout.split("LARGEST")[0])["params"]
     assert largest <= 40_000 + 50_000  # a sub-group ends with the first tensor that passes its size: one block here
     assert parameters > 4 * largest
+    assert largest_fp64 <= 200  # norms of gradients, not gradients
+    assert reductions <= 8 * 5 + 4  # a block's four large gradients, and its small ones together

@@ -228,6 +228,57 @@ def test_a_bad_option_is_one_line_on_stderr(options, monkeypatch, capsys):
     assert stop.value.code == 2 and error.count("\n") == 1 and error.startswith("train.py: error: "), error
 
 
+class FakeAccelerator:
+    """A machine with one GPU that is too old for BF16."""
+
+    def device_name(self):
+        return "cuda"
+
+    def device_count(self):
+        return 1
+
+    def is_bf16_supported(self):
+        return False
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "config", "options", "local_rank", "expected"),
+    [
+        (FakeAccelerator(), "baseline", [], "1", "process 1 of this node has no GPU: there are 1; lower --num_gpus"),
+        (FakeAccelerator(), "bf16_full", [], "0", "this GPU has no BF16"),
+        (None, "baseline_deepcompile", [], "0", "compile.deepcompile needs a GPU"),
+        (None, "baseline", ["--memory_snapshot", "s.pickle"], "0", "--memory_snapshot needs a GPU"),
+    ],
+)
+def test_what_the_device_cannot_do_is_one_line(accelerator, config, options, local_rank, expected, monkeypatch, capsys):
+    import deepspeed
+
+    if accelerator:
+        monkeypatch.setattr(deepspeed.accelerator, "get_accelerator", lambda: accelerator)
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    path = f"configs/{config}.json"
+    monkeypatch.setattr("sys.argv", ["train.py", "--deepspeed_config", path, *options])
+    with pytest.raises(SystemExit) as stop:
+        train.check_device(train.get_args(), train.load_deepspeed_config(path))
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.count("\n") == 1 and expected in error, error
+
+
+def test_memory_that_runs_out_still_leaves_the_snapshot(monkeypatch, capsys):
+    written = []
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", written.append)
+    monkeypatch.setattr(
+        "sys.argv", ["train.py", "--deepspeed_config", "configs/baseline.json", "--memory_snapshot", "s.pickle"]
+    )
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has ...")
+    with pytest.raises(SystemExit) as stop:
+        train.end_out_of_memory(error, train.get_args(), {"phase": "backward", "step": 3})
+    output = capsys.readouterr()
+    assert stop.value.code == 1 and written == ["s.pickle"]
+    assert output.err.count("\n") == 1 and "out of memory in the backward of step 3: 1.50 GiB more" in output.err
+    assert output.out.startswith("FAILED: config=configs/baseline.json reason=OOM phase=backward step=3 asked=1.50_GiB ")
+
+
 # The DeepSpeed configuration
 
 
@@ -328,13 +379,14 @@ def test_auto_where_nobody_knows_a_value_is_refused_by_name(monkeypatch, capsys)
 
 
 def test_published_configurations_differ_only_in_what_is_compared():
-    configs = {name: train.load_deepspeed_config(f"configs/{name}.json") for name in ("baseline", "bf16_master_wg")}
-    configs["bf16_full"] = train.load_deepspeed_config("configs/bf16_full.json")
+    names = ("baseline", "bf16_master_wg", "bf16_full", "baseline_offload")
+    configs = {name: train.load_deepspeed_config(f"configs/{name}.json") for name in names}
     for config in configs.values():
         assert config["zero_optimization"]["stage"] == 3 and config["optimizer"]["type"] == "AdamW"
     wg, full = configs["bf16_master_wg"], configs["bf16_full"]
     assert wg["bf16"].pop("bf16_master_weights_and_grads") and full["bf16"].pop("bf16_master_weights_and_grads")
     assert full["bf16"].pop("bf16_optimizer_states")
+    assert wg == configs["baseline_offload"]
     assert wg["zero_optimization"].pop("offload_optimizer")["device"] == "cpu"
     assert configs["baseline"] == wg == full
 
@@ -389,14 +441,22 @@ def estimate(config, monkeypatch, *options, world_size=1):
 
 @pytest.mark.parametrize(
     ("config", "per_parameter"),
-    [("baseline", 16), ("bf16_full", 10), ("bf16_full_sr", 10), ("bf16_full_sr_8bit", 8.03), ("bf16_master_wg", 2)],
+    [
+        ("baseline", 16),
+        ("bf16_full", 10),
+        ("bf16_full_sr", 10),
+        ("bf16_full_sr_8bit", 8.03),
+        ("bf16_master_wg", 2),
+        ("baseline_offload", 2),
+    ],
 )
 @pytest.mark.parametrize("world_size", [1, 8])
 def test_the_expected_states_are_partitioned_over_the_gpus(config, per_parameter, world_size, monkeypatch):
     device, host = estimate(config, monkeypatch, world_size=world_size)
     states = sum(device.get(part, 0) for part in train.STATE_PARTS)
     assert states == pytest.approx(per_parameter * 254_128_976 / world_size, rel=1e-3)
-    assert sum(host.values()) == pytest.approx((14 * 254_128_976 / world_size) * (config == "bf16_master_wg"), rel=1e-5)
+    on_host = {"bf16_master_wg": 14, "baseline_offload": 18}.get(config, 0)
+    assert sum(host.values()) == pytest.approx(on_host * 254_128_976 / world_size, rel=1e-5)
 
 
 def test_the_estimate_of_a_large_shape_needs_no_gpu_launcher_or_weights(monkeypatch, capsys):
@@ -525,7 +585,7 @@ class LargestTensor(torch.utils._python_dispatch.TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.elements = 0
+        self.elements = self.fp64_elements = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
@@ -535,6 +595,8 @@ class LargestTensor(torch.utils._python_dispatch.TorchDispatchMode):
         for tensor in torch.utils._pytree.tree_leaves(result):
             if is_tensor(tensor) and tensor.untyped_storage().data_ptr() not in given:
                 self.elements = max(self.elements, tensor.numel())
+                if tensor.dtype == torch.float64:
+                    self.fp64_elements = max(self.fp64_elements, tensor.numel())
         return result
 
 
