@@ -276,7 +276,9 @@ def test_memory_that_runs_out_still_leaves_the_snapshot(monkeypatch, capsys):
     output = capsys.readouterr()
     assert stop.value.code == 1 and written == ["s.pickle"]
     assert output.err.count("\n") == 1 and "out of memory in the backward of step 3: 1.50 GiB more" in output.err
-    assert output.out.startswith("FAILED: config=configs/baseline.json reason=OOM phase=backward step=3 asked=1.50_GiB ")
+    assert output.out.startswith(
+        "FAILED: config=configs/baseline.json reason=OOM phase=backward step=3 asked=1.50_GiB "
+    )
 
 
 # The DeepSpeed configuration
