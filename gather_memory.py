@@ -14,13 +14,12 @@ import sys
 from pathlib import Path
 from urllib.parse import unquote
 
-FIRST_LOGS = ("baseline.log", "bf16_full.log")
-CONFIG_NAMES = {
+CONFIG_NAMES = {  # in the order of the tables' rows
     "baseline": "Baseline (FP32 master weights, FP32 Adam)",
-    "bf16_master_wg": "BF16 master weights and gradients (Adam on CPU)",
     "bf16_full": "BF16 full (master weights, gradients, Adam)",
     "bf16_full_sr": "BF16 full, stochastic rounding",
     "bf16_full_sr_8bit": "BF16 full, stochastic rounding, 8-bit Adam",
+    "bf16_master_wg": "BF16 master weights and gradients (Adam on CPU)",
     "baseline_offload": "Baseline, Adam on CPU",
     "baseline_deepcompile": "Baseline with DeepCompile",
 }
@@ -443,9 +442,10 @@ def read_curves(log_dir, results):
 
 
 def read_logs(log_dir):
-    """Map each log's name to its summary or failure: baseline.log and bf16_full.log first, then the others by name."""
+    """Map each log's name to its summary or failure: first the known configurations, then the others by name."""
     names = sorted(path.name for path in log_dir.glob("*.log") if path.is_file())
-    names.sort(key=lambda name: FIRST_LOGS.index(name) if name in FIRST_LOGS else len(FIRST_LOGS))
+    known = [f"{config}.log" for config in CONFIG_NAMES]
+    names.sort(key=lambda name: known.index(name) if name in known else len(known))
     results = {}
     for name in names:
         summary, failure = merge_summaries(summaries_in(log_dir / name)), failure_in(log_dir / name)

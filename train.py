@@ -799,17 +799,20 @@ def estimate_memory(config, args, world_size):
     # output 1, feed-forward 4, and what goes into and comes out of each norm, 4. With checkpointing only its input.
     unit = item * args.batch_size * args.seq_length * args.hidden_dim
     kept = (args.num_layers + 12) if args.activation_checkpointing else 12 * args.num_layers
-    bucket = max(min(int(zero.get("reduce_bucket_size", 5 * 10**8)), total), largest, block if stage == 3 else 0)
+    bucket = max(min(int(zero.get("reduce_bucket_size", 5 * 10**8)), total), block if stage == 3 else 0)
     live = max(min(int(zero.get("stage3_max_live_parameters", 10**9)), total), largest, block)
     device["workspace (cuBLAS)"] = WORKSPACE_BYTES
     device["backward: activations"] = unit * (kept + 1)
-    device["backward: loss (a slice of the logits in fp32 and twice in BF16)"] = 8 * LOGITS_CHUNK_ELEMENTS + 2 * unit
-    device["backward: gradients that wait in the bucket, and their flat copy"] = 2 * item * bucket
+    loss = 8 * LOGITS_CHUNK_ELEMENTS + 2 * unit  # a slice of the logits in fp32 and twice in BF16, the states' gradient
+    # One gradient that fills the bucket by itself needs no flat copy.
+    device["backward: gradients that wait in the bucket, and their flat copy"] = item * max(largest, 2 * bucket)
     if stage == 3 and world_size > 1:
         device["backward: gathered weights"] = item * live
     if offload["optimizer"]:
-        device["backward: a gradient on its way to the host, also in fp32"] = (item + 4) * max(partitions)
+        transit = (item + 4) * max(partitions)
+        device["backward: the loss, or a gradient on its way to the host, also in fp32"] = max(loss, transit)
     else:
+        device["backward: the loss (a slice of the logits in fp32 and twice in BF16)"] = loss
         # The gradient in the weights' precision and in the masters', both 8-bit moments in fp32 while they change.
         flat = (item + (master_item if master_item != item else 0) + (8 if eight_bit else 0)) * max(groups)
         norm = 4 * max(partitions) if stage == 3 else 0
