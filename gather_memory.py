@@ -42,12 +42,12 @@ LIKE_FOR_LIKE_KEYS = (
 )
 
 LOW_UPDATE_RATIO = 0.9  # below it the report warns
+DEVICE_MEMORY = "memory=device_allocator"  # in the summary of a run whose memory is a GPU's
 
 FAILURE = re.compile(rb"FAILED: config=\S+ reason=(\w+)((?: \w+=\S+)*)")  # how a run says why it ended
 TAIL_BYTES = 1024**2  # where in a log it stands
 
 MARKER = b"SUMMARY:"
-SUMMARY_END = re.compile(rb"[\r\n]|SUMMARY:")  # the line's end, or where another rank wrote into the line
 CHUNK_BYTES = 1024**2
 MAX_LINE_BYTES = 64 * 1024  # what follows the marker; a longer line is not a summary
 
@@ -94,14 +94,10 @@ def checked_summary(fields):
         return None
     if not all(INTEGER.fullmatch(fields[key]) for key in INTEGER_KEYS) or not NUMBER.fullmatch(fields["avg_step_time"]):
         return None
-    summary = {"config": unquote(fields["config"])}
-    summary.update((key, int(fields[key])) for key in INTEGER_KEYS)
-    summary["avg_step_time"] = float(fields["avg_step_time"])
+    summary = {key: typed(value) for key, value in fields.items()}
+    summary |= {"config": unquote(fields["config"]), "avg_step_time": float(fields["avg_step_time"])}
     if summary["params"] == 0 or not 0 <= summary["avg_step_time"] < math.inf:
         return None
-    for key, value in fields.items():
-        if key not in summary:
-            summary[key] = typed(value)
     ranks = summary.get("world_size", 1)
     return summary if isinstance(ranks, int) and ranks >= 1 else None
 
@@ -117,21 +113,20 @@ def typed(value):
 
 def summaries_in(path):
     """Every whole summary in a log, in constant memory whatever the log's size or the length of its lines."""
+    rest = b""  # the last line, as far as it has been read
     with open(path, "rb", buffering=0) as log:
-        buffer, at_end = b"", False
-        while not at_end:
-            chunk = log.read(CHUNK_BYTES)
-            buffer, at_end = buffer + chunk, not chunk
-            start = 0
-            while (marker := buffer.find(MARKER, start)) >= 0:
-                end = SUMMARY_END.search(buffer, marker + len(MARKER), marker + MAX_LINE_BYTES)
-                if not end and not at_end and len(buffer) - marker < MAX_LINE_BYTES:
-                    break  # the rest of the line is in the next chunk
-                text = buffer[marker : end.start() if end else marker + MAX_LINE_BYTES]
-                if summary := parse_summary_line(text.decode("utf-8", errors="replace")):
-                    yield summary
-                start = marker + len(text)
-            buffer = buffer[marker:] if marker >= 0 else buffer[max(start, len(buffer) - len(MARKER) + 1) :]
+        while chunk := log.read(CHUNK_BYTES):
+            # A line ends at CR or LF, or where another rank wrote into it.
+            text = (rest + chunk).replace(b"\r", b"\n").replace(MARKER, b"\n" + MARKER)
+            *lines, rest = text.split(b"\n")
+            yield from parsed(lines)
+            rest = rest[:MAX_LINE_BYTES] if rest.startswith(MARKER) else rest[-len(MARKER) :]
+    yield from parsed([rest])
+
+
+def parsed(lines):
+    found = (parse_summary_line(line.decode("utf-8", errors="replace")) for line in lines if line.startswith(MARKER))
+    return filter(None, found)
 
 
 def merge_summaries(summaries):
@@ -201,7 +196,7 @@ def summaries_of(results):
 
 # Columns that are shown only where a log has the field: title, field, how its value is shown.
 OPTIONAL_COLUMNS = (
-    ("Peak bytes/parameter", "mfu", lambda summary: bytes_per_parameter(summary, "peak_mem_bytes")),
+    ("Peak bytes/parameter", DEVICE_MEMORY, lambda summary: bytes_per_parameter(summary, "peak_mem_bytes")),
     ("States (expected)", "expected_state_bytes", lambda summary: states_beside_expected(summary)),
     ("Host peak", "host_peak_bytes", lambda summary: format_bytes(summary["host_peak_bytes"])),
     ("MFU", "mfu", lambda summary: f"{summary['mfu']:.1%}"),
@@ -218,6 +213,9 @@ def states_beside_expected(summary):
 
 
 def has_number(summary, field):
+    """Whether there is a number to show; what a process without a GPU took is no memory by the parameter."""
+    if field == DEVICE_MEMORY:
+        return summary.get("memory") == "device_allocator"
     return isinstance(summary.get(field), (int, float))
 
 
@@ -275,8 +273,7 @@ def markdown_table(header, rows):
 
 def markdown_escape(text):
     """Text that cannot end a table cell or start markup."""
-    text = re.sub(r"([\\|`*\[\]])", r"\\\1", text).replace("<", "&lt;").replace(">", "&gt;")
-    return " ".join(text.split())
+    return re.sub(r"([\\|`*\[\]])", r"\\\1", text).replace("<", "&lt;").replace(">", "&gt;")
 
 
 def detail_lines(log, summary, results):
@@ -304,10 +301,10 @@ def notes(results):
     """What a reader must know before comparing the rows."""
     good = list(summaries_of(results).values())
     lines = ["Memory is of the highest rank; 1 GB = 1024**3 bytes. Step time is the mean after the warm-up."]
-    if any("mfu" in summary for summary in good):
-        lines.append(
-            "Bytes/parameter are over all ranks. MFU: model FLOP/s (6N + 12LHQT a token) of the GPU's BF16 peak."
-        )
+    if any(has_number(summary, DEVICE_MEMORY) for summary in good):
+        lines.append("Bytes/parameter are over all ranks.")
+    if any(has_number(summary, "mfu") for summary in good):
+        lines.append("MFU: model FLOP/s (6N + 12LHQT a token) as a part of the GPU's BF16 peak.")
     if any(summary.get("memory") == "process_resident" for summary in good):
         lines.append("No GPU was used: memory is the process's resident memory above what it used before the model;")
         lines.append("what a configuration offloads to the CPU counts too.")
@@ -371,7 +368,9 @@ def new_figure(height_inches, title):
 def plot_memory(results, path):
     """Horizontal bars of peak and allocated memory of each log, the bytes of the model states marked."""
     logs = list(summaries_of(results))
-    figure, axes = new_figure(1.3 + 0.75 * len(logs), "GPU memory, highest rank (1 GB = 1024³ bytes)")
+    on_cpu = any(results[log].get("memory") == "process_resident" for log in logs)
+    what = "Resident memory of the process" if on_cpu else "GPU memory"
+    figure, axes = new_figure(1.3 + 0.75 * len(logs), f"{what}, highest rank (1 GB = 1024³ bytes)")
     for row, log in enumerate(logs):
         bars = (("peak", "peak_mem_bytes", "#56B4E9"), ("allocated after the run", "alloc_mem_bytes", "#0072B2"))
         for offset, (label, key, colour) in zip((-0.19, 0.19), bars, strict=True):
@@ -382,8 +381,6 @@ def plot_memory(results, path):
             gb = results[log]["model_state_bytes"] / 1024**3
             label = None if axes.lines else "model states"
             axes.plot([gb, gb], [row - 0.42, row + 0.42], color="#D55E00", linewidth=2, label=label)
-    if any(results[log].get("memory") == "process_resident" for log in logs):
-        axes.set_title("Resident memory of the process, highest rank (1 GB = 1024³ bytes)", loc="left", fontsize=11)
     axes.set_yticks(range(len(logs)), [short_name(log, results) for log in logs])
     axes.invert_yaxis()
     axes.margins(x=0.1)
@@ -394,7 +391,8 @@ def plot_memory(results, path):
 
 def plot_losses(curves, results, path, folder):
     """Loss over steps of each log, smoothed over raw; one colour a configuration, final values in the legend."""
-    figure, axes = new_figure(4.5, f"{folder}: training loss, smoothed over raw")
+    dots = "; dots: held-out text" if any(held_out for _, held_out in curves.values()) else ""
+    figure, axes = new_figure(4.5, f"{folder}: training loss, smoothed over raw{dots}")
     finals, colours = {}, {}
     for log, (losses, held_out) in curves.items():
         name = short_name(log, results, with_log=False)
@@ -405,7 +403,6 @@ def plot_losses(curves, results, path, folder):
         axes.plot(smooth, color=colour, linewidth=1.5)
         if held_out:
             axes.plot(*zip(*held_out, strict=True), "o", color=colour, markersize=4)
-            axes.set_title(f"{folder}: training loss, smoothed over raw; dots: held-out text", loc="left", fontsize=11)
         tail = losses[-math.ceil(len(losses) / 10) :]
         finals.setdefault(name, []).append(f"{sum(tail) / len(tail):.4f}")
     handles = [axes.plot([], [], color=colours[name], label=f"{name}: {', '.join(finals[name])}")[0] for name in finals]

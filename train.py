@@ -31,6 +31,7 @@ from urllib.parse import quote
 
 import hjson
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -53,9 +54,10 @@ MEMORY_LOG_COLUMNS = ("step", "loss", "step_time_s", "allocated_bytes", "reserve
 DEFAULT_GPU_MEMORY_GIB = 80
 MOST_GPUS = 1024  # that the estimate looks at
 CUDA_CONTEXT_BYTES = 2**30  # what the estimate leaves free for the CUDA context and NCCL
-RESERVED_SHARE = 1.1  # the allocator reserved 3 to 10 % more than the peak in the published runs
+RESERVED_SHARE = 1.1  # the allocator reserved 2 to 9 % more than the peak in the published runs from 3B parameters on
 WORKSPACE_BYTES = 64 * 2**20  # cuBLAS on Hopper and newer: two streams of 32 MiB
 
+OFFLOAD_DEVICES = ("none", "cpu", "nvme")
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 DEEPCOMPILE_WARMUP_STEPS = 10  # DeepCompile compiles in step 0 and, with what it has then profiled, in step 5
@@ -77,23 +79,16 @@ def fail(message, status=2, every_rank=False):
     sys.exit(status)
 
 
+def get_accelerator():
+    """DeepSpeed's accelerator; imported late, because that takes seconds which --help and --estimate do without."""
+    import deepspeed
+
+    return deepspeed.accelerator.get_accelerator()
+
+
 # ---------------------------------------------------------------------------------------------------
 # Arguments and the DeepSpeed configuration
 # ---------------------------------------------------------------------------------------------------
-
-
-class OneLineParser(argparse.ArgumentParser):
-    """An ArgumentParser whose error is one line instead of the whole usage."""
-
-    def error(self, message):
-        fail(f"{message} (see train.py --help)")
-
-
-class HelpWithDefaults(argparse.ArgumentDefaultsHelpFormatter):
-    """Names a default only where there is one to name."""
-
-    def _get_help_string(self, action):
-        return action.help if action.default in (None, False, -1) else super()._get_help_string(action)
 
 
 def at_least(minimum):
@@ -120,11 +115,11 @@ def positive(text):
 
 def get_args():
     """Parse and check the command line; a mistake ends the program with one line on stderr."""
-    parser = OneLineParser(
+    parser = argparse.ArgumentParser(
         description="Train a transformer under DeepSpeed and measure peak memory, allocated memory and step time.",
         epilog="Start it with the launcher: deepspeed --num_gpus=N train.py --deepspeed_config configs/baseline.json",
-        formatter_class=HelpWithDefaults,
     )
+    parser.error = lambda message: fail(f"{message} (see train.py --help)")  # one line, not the whole usage
     add = parser.add_argument_group("DeepSpeed").add_argument
     add("--deepspeed_config", required=True, metavar="JSON", help="DeepSpeed configuration file")
     add("--local_rank", type=int, default=-1, metavar="N", help="set by the launcher")
@@ -142,26 +137,23 @@ def get_args():
     add("--seed", type=at_least(0), default=42, metavar="N", help="seed of weights and data")
     add = parser.add_argument_group("data").add_argument
     add("--use_real_data", action="store_true", help="train on text instead of random tokens")
-    source = f"Hub NAME or NAME:CONFIG, a text file, or a folder of *.txt files; left out: {DEFAULT_DATASET}"
-    add("--dataset", metavar="SOURCE", help=source)
-    add("--tokenizer", metavar="SOURCE", help=f"Hub NAME, or a local folder; left out: {DEFAULT_TOKENIZER}")
+    source = "a text file, a folder of *.txt files, or 1 %% of the train split of Hub NAME or NAME:CONFIG"
+    add("--dataset", metavar="SOURCE", help=f"{source} (default: {DEFAULT_DATASET})")
+    add("--tokenizer", metavar="SOURCE", help=f"Hub NAME, or a local folder (default: {DEFAULT_TOKENIZER})")
     add("--eval_steps", type=at_least(1), metavar="N", help="every N steps, loss on the text's last tenth, held out")
     add = parser.add_argument_group("measurement and logs").add_argument
-    add(
-        "--warmup_steps",
-        type=at_least(0),
-        default=5,
-        metavar="N",
-        help="first steps left out of the average time (DeepCompile: at least 10)",
-    )
+    add("--warmup_steps", type=at_least(0), default=5, metavar="N", help="leading steps not timed (DeepCompile: >= 10)")
     add("--log_interval", type=at_least(1), default=5, metavar="N", help="print every N-th step")
     add("--loss_log_file", metavar="CSV", help="write step,loss to this file as the run goes")
     add("--memory_log_file", metavar="CSV", help=f"the same with {','.join(MEMORY_LOG_COLUMNS)}")
-    add("--memory_snapshot", metavar="PICKLE", help="PyTorch's record of allocations, for pytorch.org/memory_viz")
+    add("--memory_snapshot", metavar="PICKLE", help="record of allocations, for pytorch.org/memory_viz; one a rank")
     add = parser.add_argument_group("estimate").add_argument
     add("--estimate", action="store_true", help="print the expected memory and end: no GPU, launcher or weights needed")
-    add("--world_size", type=at_least(1), metavar="N", help="GPUs of the estimate; left out: 1")
-    add("--gpu_memory_gib", type=positive, metavar="X", help=f"of each; left out: {DEFAULT_GPU_MEMORY_GIB}")
+    add("--world_size", type=at_least(1), metavar="N", help="GPUs of the estimate (default: 1)")
+    add("--gpu_memory_gib", type=positive, metavar="X", help=f"of each (default: {DEFAULT_GPU_MEMORY_GIB})")
+    for action in parser._actions:
+        if action.default not in (None, False, -1, argparse.SUPPRESS):
+            action.help += " (default: %(default)s)"
     args = parser.parse_args()
 
     if args.hidden_dim % args.num_heads:
@@ -214,11 +206,11 @@ def load_deepspeed_config(path):
     if zero.get("stage", 0) not in (0, 1, 2, 3):
         fail(f"{option}: zero_optimization.stage is {zero['stage']!r}; expected 0, 1, 2 or 3")
     for key in ("sub_group_size", "reduce_bucket_size", "stage3_max_live_parameters"):
-        if key in zero and zero[key] != "auto" and (type(zero[key]) not in (int, float) or not 1 <= zero[key] < 2**63):
-            fail(f'{option}: zero_optimization.{key} is {zero[key]!r}; expected a number of elements, or "auto"')
+        size = zero.get(key, 1)
+        if size != "auto" and (type(size) not in (int, float) or not 1 <= size < 2**63):
+            fail(f"{option}: zero_optimization.{key} is {size!r}; expected a number of elements of at least 1")
     for key in ("offload_optimizer", "offload_param"):
-        place = zero.get(key, {}).get("device", "none") if isinstance(zero.get(key, {}), dict) else zero[key]
-        if place not in ("none", "cpu", "nvme"):
+        if not isinstance(zero.get(key, {}), dict) or zero.get(key, {}).get("device", "none") not in OFFLOAD_DEVICES:
             fail(f'{option}: zero_optimization.{key} is {zero[key]!r}; expected an object with "device": "cpu"')
     lr = config.get("optimizer", {}).get("params", {}).get("lr", "auto")
     if lr != "auto" and (type(lr) not in (int, float) or not 0 <= lr < math.inf):
@@ -246,6 +238,11 @@ def wants_deepcompile(config):
     return config.get("compile", {}).get("deepcompile", False)
 
 
+def offloads(config, what):
+    """Whether the "optimizer" or the "param" is offloaded."""
+    return config.get("zero_optimization", {}).get(f"offload_{what}", {}).get("device", "none") != "none"
+
+
 def complete_config(config, args, world_size):
     """Make the DeepSpeed configuration and the command line agree, and fill in every "auto".
 
@@ -255,24 +252,22 @@ def complete_config(config, args, world_size):
         world_size: number of processes.
 
     Returns:
-        (config, notices): a completed copy, and a sentence for each number of the JSON that gave way.
+        (config, notices): a completed copy, and a sentence for each number of the JSON that gave way or was missing.
     """
     config, notices = copy.deepcopy(config), []
 
-    def override(key, value):
-        if config.get(key, "auto") not in ("auto", value):
-            notices.append(f"{key}: {value} is used, the configuration has {config[key]}")
-        config[key] = value
+    def override(section, key, value):
+        if section.get(key, "auto") not in ("auto", value):
+            notices.append(f"{key}: {value} is used, the configuration has {section[key]}")
+        section[key] = value
 
-    accumulation, global_batch = (
-        config.get("gradient_accumulation_steps", "auto"),
-        config.get("train_batch_size", "auto"),
-    )
-    if accumulation == "auto":  # a global batch alone implies the accumulation that comes closest
+    accumulation = config.get("gradient_accumulation_steps", "auto")
+    global_batch = config.get("train_batch_size", "auto")
+    if accumulation == "auto":  # a global batch alone implies the accumulation, rounded down
         accumulation = 1 if global_batch == "auto" else max(1, global_batch // (args.batch_size * world_size))
-    override("train_micro_batch_size_per_gpu", args.batch_size)
-    override("gradient_accumulation_steps", accumulation)
-    override("train_batch_size", args.batch_size * accumulation * world_size)
+    override(config, "train_micro_batch_size_per_gpu", args.batch_size)
+    override(config, "gradient_accumulation_steps", accumulation)
+    override(config, "train_batch_size", args.batch_size * accumulation * world_size)
 
     if "optimizer" not in config:
         config["optimizer"] = {"type": "AdamW", "params": {"lr": "auto"}}
@@ -281,9 +276,8 @@ def complete_config(config, args, world_size):
     if args.learning_rate is not None:
         optimizer_params["lr"] = args.learning_rate
         schedule = config.get("scheduler", {}).get("params", {})
-        if schedule.get("warmup_max_lr", "auto") not in ("auto", args.learning_rate):
-            notices.append(f"warmup_max_lr: --learning_rate is used, the configuration has {schedule['warmup_max_lr']}")
-            schedule["warmup_max_lr"] = args.learning_rate
+        if "warmup_max_lr" in schedule:
+            override(schedule, "warmup_max_lr", args.learning_rate)
     lr = optimizer_params.get("lr", "auto")
     lr = DEFAULT_LEARNING_RATE if lr == "auto" else lr
 
@@ -429,10 +423,12 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         return [slice(start, min(start + size, vocab_size)) for start in range(0, vocab_size, size)]
 
     @staticmethod
-    def logits(ctx, hidden, weight, bias, chunk):
+    def logits(ctx, hidden, weight, bias, labels, chunk):
+        """Of a slice: fp32 logits, weight, and (tokens, 1) each label's column in it and whether it is there."""
         # In the dtype that a plain nn.Linear would use here, then fp32, as the plain loss does.
-        weight, bias = weight[chunk].to(ctx.dtype), bias[chunk].to(ctx.dtype)
-        return matmul(hidden, weight.t(), bias).float(), weight
+        weight, bias, column = weight[chunk].to(ctx.dtype), bias[chunk].to(ctx.dtype), labels[:, None] - chunk.start
+        inside = column.clamp(0, len(weight) - 1)
+        return matmul(hidden, weight.t(), bias).float(), weight, inside, inside == column
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, labels):
@@ -443,10 +439,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         log_sum_exp = torch.full(labels.shape, -math.inf, dtype=torch.float32, device=hidden.device)
         label_logit = torch.zeros_like(log_sum_exp)
         for chunk in ChunkedCrossEntropy.chunks(hidden, weight.shape[0]):
-            logits, _ = ChunkedCrossEntropy.logits(ctx, states, weight, bias, chunk)
-            in_chunk = (labels >= chunk.start) & (labels < chunk.stop)
-            column = (labels - chunk.start).clamp(0, chunk.stop - chunk.start - 1)
-            label_logit += logits.gather(1, column[:, None])[:, 0] * in_chunk
+            logits, _, column, here = ChunkedCrossEntropy.logits(ctx, states, weight, bias, labels, chunk)
+            label_logit += (logits.gather(1, column) * here)[:, 0]
             log_sum_exp = torch.logaddexp(log_sum_exp, logits.logsumexp(-1))
         counted = labels != IGNORE_INDEX
         ctx.save_for_backward(hidden, weight, bias, labels, log_sum_exp)
@@ -463,11 +457,9 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         ones = states.new_ones(states.shape[0])
         for chunk in ChunkedCrossEntropy.chunks(hidden, weight.shape[0]):
             # softmax minus one-hot, scaled, in the logits' own memory
-            grad, chunk_weight = ChunkedCrossEntropy.logits(ctx, states, weight, bias, chunk)
+            grad, chunk_weight, column, here = ChunkedCrossEntropy.logits(ctx, states, weight, bias, labels, chunk)
             grad.sub_(log_sum_exp[:, None]).exp_()
-            in_chunk = (labels >= chunk.start) & (labels < chunk.stop)
-            column = (labels - chunk.start).clamp(0, chunk.stop - chunk.start - 1)
-            grad.scatter_add_(1, column[:, None], -in_chunk.float()[:, None])
+            grad.scatter_add_(1, column, -here.float())
             grad.mul_(scale[:, None])
             grad = grad.to(ctx.dtype)
             grad_weight[chunk] = matmul(grad.t(), states)
@@ -621,10 +613,10 @@ def load_wikitext_data(
     Raises:
         ValueError: data or tokenizer cannot be loaded, or the text is too short for one batch on each rank.
     """
-    several = torch.distributed.is_available() and torch.distributed.is_initialized()
+    several = dist.is_initialized()
     first_on_node = int(os.environ.get("LOCAL_RANK", 0)) == 0
     if several and not first_on_node:
-        torch.distributed.barrier()  # the node's first process fills the cache that the others read
+        dist.barrier()  # the node's first process fills the cache that the others read
     try:
         tokens, tokenizer_length = load_text(dataset_name, tokenizer_name)
     except Exception as error:  # whatever the Hub client, the network or a file raised: the user needs one line
@@ -635,7 +627,7 @@ def load_wikitext_data(
             "(without network: --dataset TEXT_FILE_OR_FOLDER --tokenizer FOLDER)"
         ) from error
     if several and first_on_node:
-        torch.distributed.barrier()
+        dist.barrier()
 
     num_sequences = len(tokens) // seq_length
     sequences = torch.from_numpy(tokens[: num_sequences * seq_length]).view(num_sequences, seq_length)
@@ -683,8 +675,6 @@ def get_memory_stats():
     On an accelerator these are its allocator's figures, the peak since the process began. On a CPU they are the
     process's resident memory and the kernel's high-water mark of it (VmRSS, VmHWM in proc(5)).
     """
-    from deepspeed.accelerator import get_accelerator
-
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
         status = Path("/proc/self/status").read_text()
@@ -699,8 +689,6 @@ def get_memory_stats():
 
 def start_memory_baseline():
     """Resident bytes that the figures on a CPU leave out (imports, data); 0 on an accelerator, which counts tensors."""
-    from deepspeed.accelerator import get_accelerator
-
     if get_accelerator().device_name() != "cpu":
         return 0
     try:
@@ -734,16 +722,16 @@ def peak_tflops():
     return next((peak for part, peak in PEAK_TFLOPS.items() if part in name), None)
 
 
+def model_sizes(args):
+    return args.vocab_size, args.hidden_dim, args.num_layers, args.num_heads, args.seq_length
+
+
 @functools.cache
-def sizes_of_model(*sizes):
+def parameter_sizes(sizes):
+    """(elements of each parameter in the model's order, elements of a block), without any memory for them."""
     with torch.device("meta"):
         model = SimpleTransformerModel(*sizes)
     return [p.numel() for p in model.parameters()], sum(p.numel() for p in model.layers[0].parameters())
-
-
-def parameter_sizes(args):
-    """(elements of each parameter in the model's order, elements of a block), without any memory for them."""
-    return sizes_of_model(args.vocab_size, args.hidden_dim, args.num_layers, args.num_heads, args.seq_length)
 
 
 def estimate_memory(config, args, world_size):
@@ -761,21 +749,20 @@ def estimate_memory(config, args, world_size):
     """
     zero, bf16 = config.get("zero_optimization", {}), config.get("bf16", {})
     stage = zero.get("stage", 0)
-    sizes, block = parameter_sizes(args)
+    sizes, block = parameter_sizes(model_sizes(args))
     total, largest = sum(sizes), max(sizes)
-    partitions = [math.ceil(size / world_size) for size in sizes]
+    partitions = [math.ceil(size / world_size) for size in sizes] if stage else sizes
     partitioned = sum(partitions)
 
     # Weights: the model's parameters, partitioned by stage 3. Gradients: one for each of them, partitioned from stage 2
     # on. Master weights and moments: the optimizer's, partitioned from stage 1 on.
     item = 2 if bf16.get("enabled") or config.get("fp16", {}).get("enabled") else 4
     master_item = 2 if bf16.get("bf16_master_weights_and_grads") else 4
-    optimizer_share = partitioned if stage else total
     states = {
         "weights": item * (partitioned if stage == 3 else total),
         "gradients": item * (partitioned if stage >= 2 else total),
-        "master_weights": 0 if item == 4 and not stage else master_item * optimizer_share,
-        "moments": 2 * (2 if bf16.get("bf16_optimizer_states") else 4) * optimizer_share,
+        "master_weights": 0 if item == 4 and not stage else master_item * partitioned,
+        "moments": 2 * (2 if bf16.get("bf16_optimizer_states") else 4) * partitioned,
     }
     groups = [0]  # elements of each sub-group's partition, as DeepSpeed cuts them
     for size in partitions:
@@ -784,15 +771,14 @@ def estimate_memory(config, args, world_size):
         groups[-1] += size
     eight_bit = config["optimizer"]["type"] == "AdamW8bit"
     if eight_bit:  # a byte each, and an fp32 scale for each block
-        states["moments"] = 2 * optimizer_share + 2 * optimizer_share // BLOCK * 4
+        states["moments"] = 2 * partitioned + 2 * partitioned // BLOCK * 4
     device, host = dict(states), {}
 
-    offload = {key: zero.get(f"offload_{key}", {}).get("device", "none") != "none" for key in ("optimizer", "param")}
-    if offload["optimizer"]:
+    if offloads(config, "optimizer"):
         host = {part: device.pop(part) for part in STATE_PARTS[1:]}
         # A copy for the optimizer, in the master weights' precision; stage 3 keeps what it reduced beside it.
-        host["gradients"] = master_item * optimizer_share + (host["gradients"] if stage == 3 else 0)
-    if offload["param"] and stage == 3:
+        host["gradients"] = master_item * partitioned + (host["gradients"] if stage == 3 else 0)
+    if offloads(config, "param") and stage == 3:
         host["weights"] = device.pop("weights")
 
     # Activations that a block keeps for its backward, in units of (tokens, hidden): query, key and value 3, attention's
@@ -808,7 +794,7 @@ def estimate_memory(config, args, world_size):
     device["backward: gradients that wait in the bucket, and their flat copy"] = item * max(largest, 2 * bucket)
     if stage == 3 and world_size > 1:
         device["backward: gathered weights"] = item * live
-    if offload["optimizer"]:
+    if offloads(config, "optimizer"):
         transit = (item + 4) * max(partitions)
         device["backward: the loss, or a gradient on its way to the host, also in fp32"] = max(loss, transit)
     else:
@@ -830,7 +816,7 @@ def report_estimate(args, config):
     """Print what estimate_memory expects, term by term, the fewest GPUs that hold it, and a line for programs."""
     world_size, memory_gib = args.world_size or 1, args.gpu_memory_gib or DEFAULT_GPU_MEMORY_GIB
     try:
-        parameters = sum(parameter_sizes(args)[0])
+        parameters = sum(parameter_sizes(model_sizes(args))[0])
         device, host = estimate_memory(config, args, world_size)
     except RuntimeError as error:
         fail(f"no such model can be: {str(error).splitlines()[0]}; give smaller sizes")
@@ -841,37 +827,32 @@ def report_estimate(args, config):
     if "nvme" in json.dumps(config.get("zero_optimization", {})):
         print("Notice: what is offloaded to NVMe is counted as host memory")
     print(f"Estimate of {args.deepspeed_config}: {parameters:,} parameters on {world_size} GPU(s)")
-    checkpointing = "with" if args.activation_checkpointing else "without"
-    print(f"Batch {args.batch_size} x {args.seq_length} tokens on each, {checkpointing} activation checkpointing")
+    words = {False: "without activation checkpointing", True: "with activation checkpointing"}
+    print(f"Batch {args.batch_size} x {args.seq_length} tokens on each, {words[args.activation_checkpointing]}")
     for title, terms in (("Each GPU", device), ("Host memory of each process, its own few GB left out", host)):
         print(f"{title}:" if terms else f"{title}: none")
         for term, size in terms.items():
             per_parameter = size * world_size / parameters
             print(f"  {term:75} {format_memory(size):>12} {per_parameter:6.2f} bytes/parameter")
-    asked = args.activation_checkpointing
-    for args.activation_checkpointing in (False, True):
-        peak = expected_peak(estimate_memory(config, args, world_size)[0])
-        fits = (
-            n
-            for n in range(1, MOST_GPUS + 1)
-            if RESERVED_SHARE * expected_peak(estimate_memory(config, args, n)[0]) + CUDA_CONTEXT_BYTES
-            <= memory_gib * 2**30
-        )
-        fewest = next(fits, None)
-        if args.activation_checkpointing == asked:
-            asked_peak, asked_fewest = peak, fewest
+    room = (memory_gib * 2**30 - CUDA_CONTEXT_BYTES) / RESERVED_SHARE
+    peaks, fewest = {}, {}
+    for asked, text in words.items():
+        variant = argparse.Namespace(**{**vars(args), "activation_checkpointing": asked})
+        peak = peaks[asked] = expected_peak(estimate_memory(config, variant, world_size)[0])
+        fits = (n for n in range(1, MOST_GPUS + 1) if expected_peak(estimate_memory(config, variant, n)[0]) <= room)
+        fewest[asked] = next(fits, 0)
         print(
-            f"Peak {'with' if args.activation_checkpointing else 'without'} activation checkpointing: "
-            f"{format_memory(peak)} on each, {peak * world_size / parameters:.2f} bytes/parameter; it takes "
-            f"{fewest or f'more than {MOST_GPUS}'} GPU(s) of {memory_gib:g} GiB, with a tenth and 1 GiB to spare"
+            f"Peak {text}: {format_memory(peak)} on each, {peak * world_size / parameters:.2f} bytes/parameter; it "
+            f"takes {fewest[asked] or f'more than {MOST_GPUS}'} GPU(s) of {memory_gib:g} GiB, with a tenth and 1 GiB "
+            "to spare"
         )
     fields = {
         "params": parameters,
         "world_size": world_size,
-        "peak_mem_bytes": asked_peak,
+        "peak_mem_bytes": peaks[args.activation_checkpointing],
         "model_state_bytes": sum(device.get(part, 0) for part in STATE_PARTS),
         "host_bytes": sum(host.values()),
-        "fewest_gpus": asked_fewest or 0,
+        "fewest_gpus": fewest[args.activation_checkpointing],
     }
     print(summary_line(args.deepspeed_config, "ESTIMATE", **fields))
 
@@ -909,12 +890,10 @@ class UpdateProbe:
         self.group = dict(self.optimizer.param_groups[0])  # a scheduler changes lr after the step
         self.parts = []
         for weight, state in states:
-            count = math.ceil(self.samples * weight.numel() / total)
-            if count < weight.numel():
-                index = torch.randint(weight.numel(), (count,), generator=generator, dtype=torch.int32)
-            else:
-                index = torch.arange(weight.numel(), dtype=torch.int32)
-            index = index.to(weight.device)
+            size = weight.numel()
+            count = math.ceil(self.samples * size / total)
+            index = torch.randint(size, (count,), generator=generator) if count < size else torch.arange(size)
+            index = index.to(weight.device, torch.int32 if size < 2**31 else torch.int64)
             self.parts.append((weight, state, index, self.sampled(weight, index)))
 
     @staticmethod
@@ -967,9 +946,6 @@ def model_states(engine):
 
 def over_ranks(values, op):
     """`values` (numbers) combined elementwise over all ranks by the name of a reduction, such as "MAX"."""
-    import deepspeed.comm as dist
-    from deepspeed.accelerator import get_accelerator
-
     if dist.get_world_size() == 1:
         return list(values)
     tensor = torch.tensor(values, dtype=torch.float64, device=get_accelerator().current_device_name())
@@ -982,20 +958,14 @@ def environment_line():
     import deepspeed
 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
-    fields = {
-        "device": device.replace(" ", "_"),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda or "none",
-        "deepspeed": deepspeed.__version__,
-        "python": platform.python_version(),
-    }
-    return "ENV: " + " ".join(f"{key}={value}" for key, value in fields.items())
+    versions = f"torch={torch.__version__} cuda={torch.version.cuda or 'none'} deepspeed={deepspeed.__version__}"
+    return f"ENV: device={device.replace(' ', '_')} {versions} python={platform.python_version()}"
 
 
 def summary_line(config_path, marker="SUMMARY", **fields):
-    """The machine-readable last line; white space in the path is percent-encoded so that it stays one field."""
+    """A line for programs: white space is percent-encoded in the path and an underscore in the values."""
     config = re.sub(r"[\s%]", lambda match: quote(match[0]), config_path)
-    return f"{marker}: config={config} " + " ".join(f"{key}={value}" for key, value in fields.items())
+    return " ".join([f"{marker}: config={config}", *(f"{k}={str(v).replace(' ', '_')}" for k, v in fields.items())])
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -1005,8 +975,6 @@ def summary_line(config_path, marker="SUMMARY", **fields):
 
 def check_device(args, config):
     """End the program with one line where this node's devices cannot do what is asked."""
-    from deepspeed.accelerator import get_accelerator
-
     accelerator, option = get_accelerator(), f"--deepspeed_config {args.deepspeed_config}"
     if accelerator.device_name() == "cpu":
         if wants_deepcompile(config):
@@ -1025,7 +993,6 @@ def check_device(args, config):
 def start_distributed(args):
     """Join the process group that the launcher describes, or be a group of one. Returns (rank, world_size)."""
     import deepspeed
-    from deepspeed.accelerator import get_accelerator
 
     if "RANK" not in os.environ and mpi_world_size() == 1:  # started without a launcher
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
@@ -1103,8 +1070,6 @@ def flatten_on_device(tensors):
 
     For a moment the device holds the weights twice, less than it later holds states, unless those are offloaded.
     """
-    from deepspeed.accelerator import get_accelerator
-
     flat = torch.cat([tensor.flatten() for tensor in tensors])
     for tensor, view in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
         tensor.data = view
@@ -1115,7 +1080,6 @@ def flatten_on_device(tensors):
 def create_engine(args, config):
     """Model and DeepSpeed engine; a configuration that DeepSpeed refuses ends the program with its reason."""
     import deepspeed
-    from deepspeed.accelerator import get_accelerator
 
     zero3 = config.get("zero_optimization", {}).get("stage", 0) == 3
     deepcompile = wants_deepcompile(config)
@@ -1124,7 +1088,7 @@ def create_engine(args, config):
     deepspeed.utils.nvtx.enable_nvtx = False  # thousands of Python calls a step that only a profiler would see
     for stages in (deepspeed.runtime.zero.stage3, deepspeed.runtime.zero.stage_1_and_2):
         stages.get_norm_dtype = lambda: torch.float32  # a copy of each gradient in fp32, not fp64, for its norm
-    if "offload_optimizer" not in config.get("zero_optimization", {}):
+    if not offloads(config, "optimizer"):
         # Without it a process takes as much host memory as it has weights, 13.7 GB at 6.86B.
         deepspeed.runtime.zero.stage3.defragment = flatten_on_device
     torch.manual_seed(args.seed)
@@ -1134,9 +1098,7 @@ def create_engine(args, config):
             # Partitions each parameter as it is made, so that no rank ever holds the whole model in fp32.
             deepspeed.zero.Init(config_dict_or_path=config, enabled=zero3),
         ):
-            model = SimpleTransformerModel(
-                args.vocab_size, args.hidden_dim, args.num_layers, args.num_heads, max_seq_len=args.seq_length
-            )
+            model = SimpleTransformerModel(*model_sizes(args))
         if zero3:  # nn.MultiheadAttention sets these to 0 only after zero.Init has taken them apart
             biases = [layer.attention.out_proj.bias for layer in model.layers]
             with deepspeed.zero.GatheredParameters(biases, modifier_rank=0):
@@ -1158,11 +1120,8 @@ def create_engine(args, config):
             parameters.sort(key=lambda p: p.ds_numel)  # large gradients overflow the bucket: let small ones share one
         if deepcompile:
             engine.compile()
-    except (
-        *(AssertionError, AttributeError, ImportError, KeyError, RuntimeError, TypeError, ValueError),
-        deepspeed.DeepSpeedConfigError,
-    ) as error:
-        if out_of_memory(error):
+    except Exception as error:
+        if out_of_memory(error) or peer_ended(error):
             raise
         reason = (str(error).strip() or type(error).__name__).splitlines()
         reason = " ".join(reason[:1] if isinstance(error, RuntimeError) else reason)  # no C++ frames
@@ -1205,17 +1164,22 @@ def open_log(option, path, mode):
 def out_of_memory(error):
     """The bytes that could not be had, as text, where `error` says that memory ran out; else None."""
     text = str(error)
-    if not isinstance(error, torch.OutOfMemoryError) and "DefaultCPUAllocator" not in text:
+    others = "DefaultCPUAllocator|CUBLAS_STATUS_ALLOC_FAILED|CUDA error: out of memory"  # host, workspace, pinned
+    if not isinstance(error, torch.OutOfMemoryError) and not re.search(others, text):
         return None
     found = re.search(r"[Tt]ried to allocate ([\d.]+) ?(\w+)", text)
     return f"{found[1]} {found[2]}" if found else "an unknown size"
+
+
+def peer_ended(error):
+    return bool(re.search(r"Connection (closed|reset) by peer|remote worker", str(error)))
 
 
 def end_out_of_memory(error, args, progress):
     """End the run with one line on stderr and a `FAILED:` line, which the table shows as OOM."""
     asked, memory = out_of_memory(error), get_memory_stats()
     fields = {"asked": asked, "peak_mem_bytes": memory["peak"], "reserved_mem_bytes": memory["reserved"]}
-    print(failed_line(args, "OOM", **progress, **fields), flush=True)
+    print(summary_line(args.deepspeed_config, "FAILED", reason="OOM", **progress, **fields), flush=True)
     write_snapshot(args)
     where = (
         f"in the {progress['phase']} of step {progress['step']}" if "step" in progress else f"in {progress['phase']}"
@@ -1229,12 +1193,6 @@ def end_out_of_memory(error, args, progress):
     )
 
 
-def failed_line(args, reason, **fields):
-    """`FAILED: ...`, which gather_memory.py reads as summary_line; spaces within a value become underscores."""
-    fields = {key: str(value).replace(" ", "_") for key, value in fields.items()}
-    return summary_line(args.deepspeed_config, "FAILED", reason=reason, **fields)
-
-
 def write_snapshot(args):
     """PyTorch's record of the allocations so far, where --memory_snapshot asks for it."""
     if args.memory_snapshot:
@@ -1246,8 +1204,6 @@ def measure_memory(args, config, engine, memory, world_size, say):
 
     `memory` is a function that returns what get_memory_stats does, less what the run does not answer for.
     """
-    from deepspeed.accelerator import get_accelerator
-
     here = get_accelerator().device_name()
     states = model_states(engine)
     state_bytes = [
@@ -1264,8 +1220,8 @@ def measure_memory(args, config, engine, memory, world_size, say):
     expected, expected_on_host = estimate_memory(config, args, world_size)
     if here == "cpu":  # where the host is the device
         expected.update(expected_on_host)
-    zero = config.get("zero_optimization", {})
-    freed = () if zero.get("stage", 0) == 3 or "offload_optimizer" in zero else ("gradients",)  # by the step
+    stage = config.get("zero_optimization", {}).get("stage", 0)
+    freed = () if stage == 3 or offloads(config, "optimizer") else ("gradients",)  # by the step
     return {
         "peak_mem_bytes": peak,
         "alloc_mem_bytes": allocated,
@@ -1279,7 +1235,7 @@ def measure_memory(args, config, engine, memory, world_size, say):
 
 
 def report(config_path, fields):
-    """The results block, the ENV line and, last, the SUMMARY line; all three name the same fields in the same order."""
+    """The results block, the ENV line and, last, the SUMMARY line, which has the block's fields in the same order."""
     lines = ["", "=" * 78, f"RESULTS of {config_path} (memory: highest rank; time: slowest rank; loss: mean of ranks)"]
     for key, value in fields.items():
         text = f"{value} = {format_memory(value)}" if key.endswith("_bytes") else value
@@ -1289,7 +1245,7 @@ def report(config_path, fields):
 
 
 def main():
-    """Train, measure and report. Returns the reported peak, allocation, time, losses and SUMMARY line as a dict."""
+    """Train, measure and report. Returns peak, allocation, time, losses and SUMMARY line; None after --estimate."""
     sys.stdout.reconfigure(errors="backslashreplace")  # no path or text can end a run for want of a character
     args = get_args()
     config = load_deepspeed_config(args.deepspeed_config)
@@ -1301,13 +1257,16 @@ def main():
         print(f"Notice: {lock} exists: this run waits for what compiles there; if nothing does, remove it", flush=True)
     check_device(args, config)
     rank, world_size = start_distributed(args)
+    if args.memory_snapshot and world_size > 1:
+        path = Path(args.memory_snapshot)
+        args.memory_snapshot = str(path.with_name(f"{path.stem}.rank{rank}{path.suffix}"))
     progress = {"phase": "creating model and optimizer"}
     try:
         return run(args, config, notices, rank, world_size, progress)
     except RuntimeError as error:
         if out_of_memory(error):
             end_out_of_memory(error, args, progress)
-        if re.search(r"Connection (closed|reset) by peer|remote worker", str(error)):
+        if peer_ended(error):
             fail("another process ended, and this one with it; that one's own line says why", 1, every_rank=True)
         raise
 
@@ -1315,7 +1274,6 @@ def main():
 def run(args, config, notices, rank, world_size, progress):
     """main() within the process group; `progress` always says which step and phase it is in."""
     import deepspeed
-    from deepspeed.accelerator import get_accelerator
     from tqdm import tqdm
 
     accelerator = get_accelerator()
@@ -1331,11 +1289,10 @@ def run(args, config, notices, rank, world_size, progress):
     say(*(f"Notice: {notice}" for notice in notices))
     if on_cpu:
         say("Notice: no accelerator; memory is the process's resident memory, less what it used before the model")
-    logs = {"--loss_log_file": args.loss_log_file, "--memory_log_file": args.memory_log_file}
-    logs = {option: path for option, path in logs.items() if path and rank == 0}
-    for option, path in {**logs, "--memory_snapshot": args.memory_snapshot}.items():
-        if path:
-            open_log(option, path, "a").close()  # fail now, but empty it only once there is a run to log
+    columns = {"loss_log_file": 2, "memory_log_file": len(MEMORY_LOG_COLUMNS)} if rank == 0 else {}
+    for option in (*columns, "memory_snapshot"):
+        if path := getattr(args, option):
+            open_log(f"--{option}", path, "a").close()  # fail now, but empty it only once there is a run to log
     batches, held_out = load_data(args, rank, world_size, say)
     baseline_bytes = start_memory_baseline()
 
@@ -1354,12 +1311,13 @@ def run(args, config, notices, rank, world_size, progress):
     if not probe.supported:
         say(f"Notice: no update ratio: it is defined for AdamW, not for {type(engine.basic_optimizer).__name__}")
 
-    logs = {option: open_log(option, path, "w") for option, path in logs.items()}
-    loss_log, memory_log = logs.get("--loss_log_file"), logs.get("--memory_log_file")
-    if loss_log:
-        loss_log.write("step,loss\n")
-    if memory_log:
-        memory_log.write(",".join(MEMORY_LOG_COLUMNS) + "\n")
+    logs = {open_log(f"--{option}", path, "w"): n for option, n in columns.items() if (path := getattr(args, option))}
+
+    def write_row(*cells):
+        for log, width in logs.items():
+            log.write(",".join(cells[:width]) + "\n")
+
+    write_row(*MEMORY_LOG_COLUMNS)
 
     gc.collect()
     gc.freeze()  # a collection during the steps need not walk the engine's objects
@@ -1382,17 +1340,12 @@ def run(args, config, notices, rank, world_size, progress):
         elapsed_s, *highest = over_ranks([elapsed_s, *memory().values()], "MAX")
         step_times_s.append(elapsed_s)
         loss_history.append((step, loss))
-        if loss_log:
-            loss_log.write(f"{step},{loss:.6f}\n")
-        if memory_log:
-            memory_log.write(
-                f"{step},{loss:.6f},{elapsed_s:.6f}," + ",".join(f"{value:.0f}" for value in highest) + "\n"
-            )
+        write_row(str(step), f"{loss:.6f}", f"{elapsed_s:.6f}", *(f"{value:.0f}" for value in highest))
         tracking_s += time.perf_counter() - end
         if log_step:
+            allocated, reserved, peak = map(format_memory, highest)
             line = f"Step {step}: loss={loss:.4f}, time={elapsed_s:.4f}s"
-            names = ("allocated", "reserved", "peak")
-            line += "".join(f", {key}={format_memory(value)}" for key, value in zip(names, highest, strict=True))
+            line += f", allocated={allocated}, reserved={reserved}, peak={peak}"
             product, square, changed, sampled = over_ranks(probe.after_step(), "SUM")
             if square > 0:
                 update_ratios.append(product / square)
@@ -1400,13 +1353,13 @@ def run(args, config, notices, rank, world_size, progress):
                 line += f", update_ratio={update_ratios[-1]:.3f}, changed_share={changed_shares[-1]:.3f}"
             say(line)
         if not math.isfinite(loss):
-            say(failed_line(args, "NOT_FINITE", step=step, loss=loss))
+            say(summary_line(args.deepspeed_config, "FAILED", reason="NOT_FINITE", step=step, loss=loss))
             fail(f"the loss is {loss} at step {step}; lower --learning_rate, or gradient_clipping in the JSON", 1)
         if args.eval_steps and ((step + 1) % args.eval_steps == 0 or step == args.num_steps - 1):
             progress["phase"] = "evaluation"
             eval_loss = over_ranks([evaluate(engine, held_out, device)], "SUM")[0] / world_size
             say(f"Held-out text after step {step}: eval_loss={eval_loss:.4f}")
-    for log in logs.values():
+    for log in logs:
         log.close()
 
     progress["phase"] = "report"

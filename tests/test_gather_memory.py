@@ -231,7 +231,14 @@ def test_fields_that_are_not_numbers_do_not_end_the_report(tmp_path, monkeypatch
     odd = " world_size=1 mfu=high tail_loss=nan update_ratio=1e999 changed_share=x"
     write_logs(tmp_path, baseline=BASELINE + odd, bf16_full=FULL + " world_size=1 mfu=0.1 update_ratio=0.5")
     code, report, _ = gather(tmp_path, monkeypatch, capsys)
-    assert code == 0 and row(report, "baseline").endswith("n/a n/a n/a") and "mfu:                 high" in report
+    assert code == 0 and row(report, "baseline").endswith("0.1637 s n/a n/a") and "mfu:                 high" in report
+
+
+def test_bytes_a_parameter_are_shown_for_any_gpu_and_not_for_a_process(tmp_path, monkeypatch, capsys):
+    write_logs(tmp_path, baseline=BASELINE + " world_size=1 memory=device_allocator")
+    assert "Peak bytes/parameter" in gather(tmp_path, monkeypatch, capsys)[1]
+    write_logs(tmp_path, baseline=BASELINE + " world_size=1 memory=process_resident")
+    assert "Peak bytes/parameter" not in gather(tmp_path, monkeypatch, capsys)[1]
 
 
 def test_a_line_with_world_size_is_already_merged_and_the_last_one_counts(tmp_path, monkeypatch, capsys):

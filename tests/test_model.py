@@ -242,6 +242,19 @@ class FakeAccelerator:
 
 
 @pytest.mark.parametrize(
+    ("text", "asked"),
+    [
+        ("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory", "an unknown size"),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", "an unknown size"),
+        ("CUDA error: out of memory", "an unknown size"),
+        ("mat1 and mat2 shapes cannot be multiplied", None),
+    ],
+)
+def test_memory_that_runs_out_is_known_by_each_of_its_messages(text, asked):
+    assert train.out_of_memory(RuntimeError(text)) == asked
+
+
+@pytest.mark.parametrize(
     ("accelerator", "config", "options", "local_rank", "expected"),
     [
         (FakeAccelerator(), "baseline", [], "1", "process 1 of this node has no GPU: there are 1; lower --num_gpus"),
@@ -337,6 +350,8 @@ def test_comments_in_the_configuration_are_read_as_deepspeed_does(tmp_path):
         ('{"zero_optimization": {"reduce_bucket_size": "5e8"}}', "reduce_bucket_size is '5e8'"),
         ('{"zero_optimization": {"sub_group_size": NaN}}', "NaN"),
         ('{"zero_optimization": {"offload_optimizer": true}}', 'with "device": "cpu"'),
+        ('{"zero_optimization": {"offload_param": "none"}}', 'with "device": "cpu"'),
+        ('{"zero_optimization": {"offload_optimizer": {"device": "gpu"}}}', 'with "device": "cpu"'),
         ('{"optimizer": {"type": "AdamW8bit"}}', "bf16_master_weights_and_grads"),
     ],
 )
@@ -459,6 +474,35 @@ def test_the_expected_states_are_partitioned_over_the_gpus(config, per_parameter
     assert states == pytest.approx(per_parameter * 254_128_976 / world_size, rel=1e-3)
     on_host = {"bf16_master_wg": 14, "baseline_offload": 18}.get(config, 0)
     assert sum(host.values()) == pytest.approx(on_host * 254_128_976 / world_size, rel=1e-5)
+
+
+def test_offload_to_none_is_no_offload(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["train.py", "--deepspeed_config", "c.json"])
+    args = train.get_args()
+    config, _ = train.complete_config(train.load_deepspeed_config("configs/baseline.json"), args, 1)
+    expected = train.estimate_memory(config, args, 1)
+    config["zero_optimization"] |= {"offload_optimizer": {"device": "none"}, "offload_param": {"device": "none"}}
+    assert train.estimate_memory(config, args, 1) == expected
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("offload", [None, "cpu"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_more_gpus_never_need_more_each_nor_does_checkpointing(stage, offload, checkpointing, monkeypatch):
+    zero = {"stage": stage} | ({"offload_optimizer": {"device": offload}} if offload and stage else {})
+    options = ["--activation_checkpointing"] if checkpointing else []
+    monkeypatch.setattr("sys.argv", ["train.py", "--deepspeed_config", "c.json", *options])
+    args = train.get_args()
+
+    def expected_peak(world_size):
+        config = {"bf16": {"enabled": True}, "zero_optimization": zero}
+        device, _ = train.estimate_memory(train.complete_config(config, args, world_size)[0], args, world_size)
+        return train.expected_peak(device)
+
+    peaks = [expected_peak(world_size) for world_size in (2, 3, 8, 64, 1024)]
+    assert peaks == sorted(peaks, reverse=True)
+    args.activation_checkpointing = True
+    assert expected_peak(8) <= peaks[2]
 
 
 def test_the_estimate_of_a_large_shape_needs_no_gpu_launcher_or_weights(monkeypatch, capsys):

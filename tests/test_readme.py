@@ -125,9 +125,22 @@ def test_the_figures_in_the_readmes_text_are_those_of_the_published_runs():
         ("6.86b_checkpointing/bf16_full_sr", "7.2 GB"),
     ):
         assert f"{summary_of(log)['host_peak_bytes'] / 1024**3:.1f} GB" == host and host in README
-    for name, time in (("baseline", "0.46 s"), ("bf16_full", "0.42 s")):
-        average = summary_of(f"6.86b_checkpointing/{name}")["avg_step_time"]
-        assert f"{average:.2f} s" == time and f"{time}" in README
+    times_s = {
+        name: f"{summary_of(f'6.86b_checkpointing/{name}')['avg_step_time']:.2f}"
+        for name in ("baseline", "bf16_full_sr", "bf16_full_sr_8bit", "bf16_full")
+    }
+    words = " ".join(README.split())
+    assert "steps took {}, {} and {} s, that of `bf16_full` {} s".format(*times_s.values()) in words
+    slow, fast = (
+        f"{summary_of(f'largest_model/{name}_43')['avg_step_time']:.2f} s" for name in ("bf16_full_sr", "bf16_full")
+    )
+    assert f"a step took {slow} with stochastic rounding and {fast} without" in words
+    baseline_s = summary_of("254m/baseline")["avg_step_time"]
+    for name, text in (
+        ("baseline_offload", "{} times the step time of `baseline`"),
+        ("bf16_master_wg", "{} times; loses"),
+    ):
+        assert text.format(f"{summary_of(f'254m/{name}')['avg_step_time'] / baseline_s:.1f}") in README
 
 
 def test_what_is_left_above_the_states_is_what_the_readme_says():
