@@ -9,6 +9,7 @@ import gather_memory
 import train as toolkit
 
 README = (ROOT / "README.md").read_text()
+WORDS = " ".join(README.split())  # whatever its line breaks
 PUBLISHED = ROOT / "results" / "h200"
 
 
@@ -108,13 +109,13 @@ def test_the_figures_in_the_readmes_text_are_those_of_the_published_runs():
         re.findall(r"^configs/(\w+).json: median ([\d.]+)", (PUBLISHED / "paired_steps.txt").read_text(), re.M)
     )
     for name in ("baseline", "bf16_full", "bf16_full_sr"):
-        assert f"{paired[name]} ms for `{name}`" in " ".join(README.split())
+        assert f"{paired[name]} ms for `{name}`" in WORDS
     pairs = re.findall(r"difference of a pair (\S+) ms", (PUBLISHED / "tracking_cost.txt").read_text())
     for difference, name in zip(pairs, ("baseline", "bf16_full"), strict=True):
-        assert f"{float(difference):.1f} ms for `{name}`".replace("-", "\N{MINUS SIGN}") in README
+        assert f"{float(difference):.1f} ms for `{name}`".replace("-", "\N{MINUS SIGN}") in WORDS
     big = (PUBLISHED / "6.86b_checkpointing" / "summary.txt").read_text()
     for figure in ("103.38 GB", "64.69 GB", "53.41 GB", "37.4%", "48.3%"):
-        assert figure in big and figure.split()[0] in README
+        assert figure in big and figure.split()[0] in WORDS
     small = (PUBLISHED / "254m" / "summary.txt").read_text()
     for figure in ("30.9%", "41.2%"):
         assert figure in small and figure in README.split("| Configuration |")[0]
@@ -124,23 +125,22 @@ def test_the_figures_in_the_readmes_text_are_those_of_the_published_runs():
         ("6.86b_checkpointing/baseline", "1.9 GB"),
         ("6.86b_checkpointing/bf16_full_sr", "7.2 GB"),
     ):
-        assert f"{summary_of(log)['host_peak_bytes'] / 1024**3:.1f} GB" == host and host in README
+        assert f"{summary_of(log)['host_peak_bytes'] / 1024**3:.1f} GB" == host and host in WORDS
     times_s = {
         name: f"{summary_of(f'6.86b_checkpointing/{name}')['avg_step_time']:.2f}"
         for name in ("baseline", "bf16_full_sr", "bf16_full_sr_8bit", "bf16_full")
     }
-    words = " ".join(README.split())
-    assert "steps took {}, {} and {} s, that of `bf16_full` {} s".format(*times_s.values()) in words
+    assert "steps took {}, {} and {} s, that of `bf16_full` {} s".format(*times_s.values()) in WORDS
     slow, fast = (
         f"{summary_of(f'largest_model/{name}_43')['avg_step_time']:.2f} s" for name in ("bf16_full_sr", "bf16_full")
     )
-    assert f"a step took {slow} with stochastic rounding and {fast} without" in words
+    assert f"a step took {slow} with stochastic rounding and {fast} without" in WORDS
     baseline_s = summary_of("254m/baseline")["avg_step_time"]
     for name, text in (
         ("baseline_offload", "{} times the step time of `baseline`"),
         ("bf16_master_wg", "{} times; loses"),
     ):
-        assert text.format(f"{summary_of(f'254m/{name}')['avg_step_time'] / baseline_s:.1f}") in README
+        assert text.format(f"{summary_of(f'254m/{name}')['avg_step_time'] / baseline_s:.1f}") in WORDS
 
 
 def test_what_is_left_above_the_states_is_what_the_readme_says():
@@ -149,7 +149,7 @@ def test_what_is_left_above_the_states_is_what_the_readme_says():
         summary = summary_of(f"6.86b_checkpointing/{name}")
         rest = summary["peak_mem_bytes"] - summary["model_state_bytes"] - toolkit.WORKSPACE_BYTES
         assert round(rest / (summary["hidden_dim"] * summary["vocab_size"])) == bytes_per_element
-        assert f" {bytes_per_element} in `{name}`" in " ".join(README.split())
+        assert f" {bytes_per_element} in `{name}`" in WORDS
 
 
 def test_bf16_masters_save_no_gpu_memory_that_offload_does_not():
