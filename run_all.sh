@@ -164,7 +164,7 @@ echo
 plot=()
 if installed matplotlib; then plot=(--plot); fi
 python3 "${root}gather_memory.py" --log_dir "$log_dir" "${plot[@]}" || failed+=("gather_memory.py")
-echo "Logs and summary.txt: $log_dir"
+if [ -f "$log_dir/summary.txt" ]; then echo "Logs and summary.txt: $log_dir"; fi
 if [ "${#failed[@]}" -gt 0 ]; then
   echo "run_all.sh: FAILED: ${failed[*]}; see the logs in $log_dir" >&2
   exit 1
