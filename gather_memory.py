@@ -505,8 +505,8 @@ def main():
     try:
         results = read_logs(log_dir)
         if not summaries_of(results):
-            found = f"none of {', '.join(results)} has a whole SUMMARY line; their ends say why"
-            return failed(f"no results in {log_dir}: {found if results else 'it has no *.log file; run train.py first'}")
+            without = f"none of {', '.join(results)} has a whole SUMMARY line; their ends say why"
+            return failed(f"no results in {log_dir}: {without if results else 'no *.log file; run train.py first'}")
         report = build_report(results, log_dir)
         write_whole(Path(args.output) if args.output else log_dir / "summary.txt", report)
         encoding = sys.stdout.encoding or "utf-8"
