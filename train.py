@@ -1004,7 +1004,13 @@ def start_distributed(args):
         get_accelerator().set_device(local_rank)
     elif "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, os.cpu_count() // int(os.environ.get("LOCAL_SIZE", 1))))
-    return deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()
+    rank = deepspeed.comm.get_rank()
+    # DeepSpeed leaves 66 MiB of each CPU process in shared memory for ever; without a name it goes with the processes.
+    deepspeed.comm.barrier()  # until every rank has opened it
+    name = f"deepspeed_allreduce_buffer_{os.getuid()}_*_{os.environ['MASTER_PORT']}_{rank}"
+    for buffer in Path("/dev/shm").glob(name):
+        buffer.unlink(missing_ok=True)
+    return rank, deepspeed.comm.get_world_size()
 
 
 def operator_locks():

@@ -303,6 +303,7 @@ train.main()
     options = [*TINY, "--deepspeed_config", ROOT / "configs" / "baseline.json", "--num_steps", 1000]
     result = run("deepspeed", "--num_gpus", 2, "--master_port", 29588, script, *options, timeout=300)
     assert result.returncode != 0 and "Traceback" not in result.stderr
+    assert not list(Path("/dev/shm").glob("deepspeed_allreduce_buffer_*_29588_*"))
     assert "out of memory in the optimizer step of step 2: 2.50 GiB more asked for" in result.stderr
     assert re.search(r"^FAILED: config=\S+ reason=OOM phase=optimizer_step step=2 asked=2.50_GiB", result.stdout, re.M)
 
