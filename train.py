@@ -194,6 +194,9 @@ def load_deepspeed_config(path):
     for key in ("bf16", "fp16", "optimizer", "scheduler", "zero_optimization", "torch_autocast", "compile"):
         if not isinstance(config.get(key, {}), dict):
             fail(f"{option}: {key} is {config[key]!r}; expected an object")
+    for key in ("bf16", "fp16"):
+        if config.get(key, {}).get("enabled", "auto") not in (True, False, "auto"):
+            fail(f'{option}: {key}.enabled is {config[key]["enabled"]!r}; expected true, false or "auto"')
     for key in ("optimizer", "scheduler"):
         if key in config and not isinstance(config[key].get("type"), str):
             fail(f'{option}: {key} has no "type"; expected one such as "AdamW" or "WarmupLR"')
@@ -239,8 +242,9 @@ def wants_deepcompile(config):
 
 
 def offloads(config, what):
-    """Whether the "optimizer" or the "param" is offloaded."""
-    return config.get("zero_optimization", {}).get(f"offload_{what}", {}).get("device", "none") != "none"
+    """Whether the "optimizer" or the "param" is offloaded, which stage 0 never does."""
+    zero = config.get("zero_optimization", {})
+    return zero.get("stage", 0) > 0 and zero.get(f"offload_{what}", {}).get("device", "none") != "none"
 
 
 def complete_config(config, args, world_size):
@@ -758,8 +762,10 @@ def estimate_memory(config, args, world_size):
     # on. Master weights and moments: the optimizer's, partitioned from stage 1 on.
     item = 2 if bf16.get("enabled") or config.get("fp16", {}).get("enabled") else 4
     master_item = 2 if bf16.get("bf16_master_weights_and_grads") else 4
+    threshold = zero.get("stage3_param_persistence_threshold", 10**5)  # smaller ones are also kept whole
+    persistent = sum(size for size in sizes if size < threshold) if stage == 3 and world_size > 1 else 0
     states = {
-        "weights": item * (partitioned if stage == 3 else total),
+        "weights": item * (partitioned + persistent if stage == 3 else total),
         "gradients": item * (partitioned if stage >= 2 else total),
         "master_weights": 0 if item == 4 and not stage else master_item * partitioned,
         "moments": 2 * (2 if bf16.get("bf16_optimizer_states") else 4) * partitioned,
@@ -784,7 +790,9 @@ def estimate_memory(config, args, world_size):
     # Activations that a block keeps for its backward, in units of (tokens, hidden): query, key and value 3, attention's
     # output 1, feed-forward 4, and what goes into and comes out of each norm, 4. With checkpointing only its input.
     unit = item * args.batch_size * args.seq_length * args.hidden_dim
-    kept = (args.num_layers + 12) if args.activation_checkpointing else 12 * args.num_layers
+    kept = 12 * args.num_layers
+    if args.activation_checkpointing:
+        kept = min(kept, args.num_layers + 12)
     bucket = max(min(int(zero.get("reduce_bucket_size", 5 * 10**8)), total), block if stage == 3 else 0)
     live = max(min(int(zero.get("stage3_max_live_parameters", 10**9)), total), largest, block)
     device["workspace (cuBLAS)"] = WORKSPACE_BYTES
@@ -792,7 +800,7 @@ def estimate_memory(config, args, world_size):
     loss = 8 * LOGITS_CHUNK_ELEMENTS + 2 * unit  # a slice of the logits in fp32 and twice in BF16, the states' gradient
     # One gradient that fills the bucket by itself needs no flat copy.
     device["backward: gradients that wait in the bucket, and their flat copy"] = item * max(largest, 2 * bucket)
-    if stage == 3 and world_size > 1:
+    if stage == 3 and (world_size > 1 or offloads(config, "param")):
         device["backward: gathered weights"] = item * live
     if offloads(config, "optimizer"):
         transit = (item + 4) * max(partitions)
@@ -986,7 +994,9 @@ def check_device(args, config):
     found = accelerator.device_count()
     if int(local_rank) >= found:
         fail(f"process {local_rank} of this node has no GPU: there are {found}; lower --num_gpus", every_rank=True)
-    if config.get("bf16", {}).get("enabled") and not accelerator.is_bf16_supported():
+    on_cuda = torch.cuda.is_available()  # PyTorch also counts older GPUs, on which it emulates BF16
+    native = torch.cuda.is_bf16_supported(including_emulation=False) if on_cuda else accelerator.is_bf16_supported()
+    if config.get("bf16", {}).get("enabled") and not native:
         fail(f"{option}: this GPU has no BF16; take one from NVIDIA's Ampere on")
 
 

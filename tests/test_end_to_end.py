@@ -191,6 +191,16 @@ def test_the_live_states_have_the_size_and_precision_that_the_configuration_says
     assert set(moments) == set(dtypes)
 
 
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_the_states_are_as_expected_with_offload_at_each_stage_on_two_processes(stage, tmp_path):
+    zero = {"stage": stage, "offload_optimizer": {"device": "cpu"}}
+    config = write_config(tmp_path / "config.json", zero_optimization=zero)
+    result = run("deepspeed", "--num_gpus", 2, "--master_port", 29590, "train.py", *TINY, "--deepspeed_config", config)
+    assert result.returncode == 0, result.stderr[-2000:]
+    summary = summary_of(result.stdout)
+    assert summary["expected_state_bytes"] == pytest.approx(summary["model_state_bytes"], rel=0.001)
+
+
 # Other configurations
 
 

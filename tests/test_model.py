@@ -289,9 +289,8 @@ def test_memory_that_runs_out_still_leaves_the_snapshot(monkeypatch, capsys):
     output = capsys.readouterr()
     assert stop.value.code == 1 and written == ["s.pickle"]
     assert output.err.count("\n") == 1 and "out of memory in the backward of step 3: 1.50 GiB more" in output.err
-    assert output.out.startswith(
-        "FAILED: config=configs/baseline.json reason=OOM phase=backward step=3 asked=1.50_GiB "
-    )
+    failed = "FAILED: config=configs/baseline.json reason=OOM phase=backward step=3 asked=1.50_GiB "
+    assert output.out.startswith(failed) and " reserved_mem_bytes=" in output.out and "are reserved" in output.err
 
 
 # The DeepSpeed configuration
@@ -351,6 +350,7 @@ def test_comments_in_the_configuration_are_read_as_deepspeed_does(tmp_path):
         ('{"zero_optimization": {"sub_group_size": NaN}}', "NaN"),
         ('{"zero_optimization": {"offload_optimizer": true}}', 'with "device": "cpu"'),
         ('{"zero_optimization": {"offload_param": "none"}}', 'with "device": "cpu"'),
+        ('{"bf16": {"enabled": "false"}}', "bf16.enabled is 'false'"),
         ('{"zero_optimization": {"offload_optimizer": {"device": "gpu"}}}', 'with "device": "cpu"'),
         ('{"optimizer": {"type": "AdamW8bit"}}', "bf16_master_weights_and_grads"),
     ],
@@ -471,7 +471,8 @@ def estimate(config, monkeypatch, *options, world_size=1):
 def test_the_expected_states_are_partitioned_over_the_gpus(config, per_parameter, world_size, monkeypatch):
     device, host = estimate(config, monkeypatch, world_size=world_size)
     states = sum(device.get(part, 0) for part in train.STATE_PARTS)
-    assert states == pytest.approx(per_parameter * 254_128_976 / world_size, rel=1e-3)
+    # DeepSpeed keeps the biases and norms whole on each GPU: 0.4 MB
+    assert states == pytest.approx(per_parameter * 254_128_976 / world_size, rel=1e-3, abs=5e5)
     on_host = {"bf16_master_wg": 14, "baseline_offload": 18}.get(config, 0)
     assert sum(host.values()) == pytest.approx(on_host * 254_128_976 / world_size, rel=1e-5)
 
@@ -521,7 +522,7 @@ def test_the_estimate_of_a_large_shape_needs_no_gpu_launcher_or_weights(monkeypa
     output = capsys.readouterr().out
     assert "65,285,833,552 parameters on 64 GPU(s)" in output
     fields = dict(field.split("=") for field in output.splitlines()[-1].removeprefix("ESTIMATE: ").split())
-    assert int(fields["model_state_bytes"]) == pytest.approx(10 * 65_285_833_552 / 64, rel=1e-4)
+    assert int(fields["model_state_bytes"]) == pytest.approx(10 * 65_285_833_552 / 64, rel=3e-3)
     fewest = int(fields["fewest_gpus"])
     assert 1 < fewest < 64 and f"it takes {fewest} GPU(s) of 80 GiB" in output
 

@@ -48,17 +48,20 @@ def main():
     folder.mkdir(parents=True, exist_ok=True)
     query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]  # PyTorch's takes memory itself
     memory_bytes = int(subprocess.run(query, capture_output=True, text=True).stdout.split()[0]) * 2**20
+
+    def fits_on_the_host(layers):
+        return expected_peak_bytes(path, layers)[1] <= host_gib * 1024**3
+
     for path in paths:
-        layers = 1
-        while True:
-            device, host = expected_peak_bytes(path, layers + 1)
-            if device + train.CUDA_CONTEXT_BYTES > memory_bytes or host > host_gib * 1024**3:
+        layers = 0
+        while fits_on_the_host(layers + 1):
+            if expected_peak_bytes(path, layers + 1)[0] + train.CUDA_CONTEXT_BYTES > memory_bytes:
                 break
             layers += 1
         predicted = layers
         print(f"{path}: {predicted} layers expected in {memory_bytes / 1024**3:.2f} GB", flush=True)
-        if trains(folder, path, layers):
-            while trains(folder, path, layers + 1):
+        if not layers or trains(folder, path, layers):
+            while fits_on_the_host(layers + 1) and trains(folder, path, layers + 1):
                 layers += 1
         else:
             layers -= 1
