@@ -57,6 +57,12 @@ CUDA_CONTEXT_BYTES = 2**30  # what the estimate leaves free for the CUDA context
 RESERVED_SHARE = 1.1  # the allocator reserved 2 to 9 % more than the peak in the published runs from 3B parameters on
 WORKSPACE_BYTES = 64 * 2**20  # cuBLAS on Hopper and newer: two streams of 32 MiB
 
+ELEMENT_KEYS = {  # of zero_optimization, with the least that makes sense
+    "sub_group_size": 1,
+    "reduce_bucket_size": 1,
+    "stage3_max_live_parameters": 1,
+    "stage3_param_persistence_threshold": 0,
+}
 OFFLOAD_DEVICES = ("none", "cpu", "nvme")
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
@@ -208,10 +214,10 @@ def load_deepspeed_config(path):
     zero = config.get("zero_optimization", {})
     if zero.get("stage", 0) not in (0, 1, 2, 3):
         fail(f"{option}: zero_optimization.stage is {zero['stage']!r}; expected 0, 1, 2 or 3")
-    for key in ("sub_group_size", "reduce_bucket_size", "stage3_max_live_parameters"):
-        size = zero.get(key, 1)
-        if size != "auto" and (type(size) not in (int, float) or not 1 <= size < 2**63):
-            fail(f"{option}: zero_optimization.{key} is {size!r}; expected a number of elements of at least 1")
+    for key, least in ELEMENT_KEYS.items():
+        size = zero.get(key, least)
+        if size != "auto" and (type(size) not in (int, float) or not least <= size < 2**63):
+            fail(f"{option}: zero_optimization.{key} is {size!r}; expected a number of elements of at least {least}")
     for key in ("offload_optimizer", "offload_param"):
         if not isinstance(zero.get(key, {}), dict) or zero.get(key, {}).get("device", "none") not in OFFLOAD_DEVICES:
             fail(f'{option}: zero_optimization.{key} is {zero[key]!r}; expected an object with "device": "cpu"')
@@ -1012,15 +1018,15 @@ def start_distributed(args):
     local_rank = int(os.environ.setdefault("LOCAL_RANK", str(max(args.local_rank, 0))))
     if get_accelerator().device_name() != "cpu":
         get_accelerator().set_device(local_rank)
-    elif "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, os.cpu_count() // int(os.environ.get("LOCAL_SIZE", 1))))
-    rank = deepspeed.comm.get_rank()
-    # DeepSpeed leaves 66 MiB of each CPU process in shared memory for ever; without a name it goes with the processes.
-    deepspeed.comm.barrier()  # until every rank has opened it
-    name = f"deepspeed_allreduce_buffer_{os.getuid()}_*_{os.environ['MASTER_PORT']}_{rank}"
-    for buffer in Path("/dev/shm").glob(name):
-        buffer.unlink(missing_ok=True)
-    return rank, deepspeed.comm.get_world_size()
+    else:
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(max(1, os.cpu_count() // int(os.environ.get("LOCAL_SIZE", 1))))
+        # DeepSpeed leaves 66 MiB of each process in shared memory for ever; without a name it goes with the processes.
+        deepspeed.comm.barrier()  # until every rank has opened it
+        name = f"deepspeed_allreduce_buffer_{os.getuid()}_*_{os.environ['MASTER_PORT']}_{deepspeed.comm.get_rank()}"
+        for buffer in Path("/dev/shm").glob(name):
+            buffer.unlink(missing_ok=True)
+    return deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()
 
 
 def operator_locks():

@@ -348,6 +348,7 @@ def test_comments_in_the_configuration_are_read_as_deepspeed_does(tmp_path):
         ('{"zero_optimization": {"stage": "3"}}', "expected 0, 1, 2 or 3"),
         ('{"zero_optimization": {"reduce_bucket_size": "5e8"}}', "reduce_bucket_size is '5e8'"),
         ('{"zero_optimization": {"sub_group_size": NaN}}', "NaN"),
+        ('{"zero_optimization": {"stage3_param_persistence_threshold": "1e5"}}', "persistence_threshold is '1e5'"),
         ('{"zero_optimization": {"offload_optimizer": true}}', 'with "device": "cpu"'),
         ('{"zero_optimization": {"offload_param": "none"}}', 'with "device": "cpu"'),
         ('{"bf16": {"enabled": "false"}}', "bf16.enabled is 'false'"),
@@ -471,8 +472,8 @@ def estimate(config, monkeypatch, *options, world_size=1):
 def test_the_expected_states_are_partitioned_over_the_gpus(config, per_parameter, world_size, monkeypatch):
     device, host = estimate(config, monkeypatch, world_size=world_size)
     states = sum(device.get(part, 0) for part in train.STATE_PARTS)
-    # DeepSpeed keeps the biases and norms whole on each GPU: 0.4 MB
-    assert states == pytest.approx(per_parameter * 254_128_976 / world_size, rel=1e-3, abs=5e5)
+    whole = 2 * (12 * 13 * 1024 + 50_000) * (world_size > 1)  # biases and norms, which ZeRO-3 does not partition
+    assert states - whole == pytest.approx(per_parameter * 254_128_976 / world_size, rel=1e-3)
     on_host = {"bf16_master_wg": 14, "baseline_offload": 18}.get(config, 0)
     assert sum(host.values()) == pytest.approx(on_host * 254_128_976 / world_size, rel=1e-5)
 
@@ -500,10 +501,12 @@ def test_more_gpus_never_need_more_each_nor_does_checkpointing(stage, offload, c
         device, _ = train.estimate_memory(train.complete_config(config, args, world_size)[0], args, world_size)
         return train.expected_peak(device)
 
-    peaks = [expected_peak(world_size) for world_size in (2, 3, 8, 64, 1024)]
-    assert peaks == sorted(peaks, reverse=True)
+    peaks = {world_size: expected_peak(world_size) for world_size in (1, 2, 3, 8, 64, 1024)}
+    if stage == 3 and offload:  # one GPU has no weights to gather, which is then most of what there is
+        del peaks[1]
+    assert list(peaks.values()) == sorted(peaks.values(), reverse=True)
     args.activation_checkpointing = True
-    assert expected_peak(8) <= peaks[2]
+    assert expected_peak(8) <= peaks[8]
 
 
 def test_the_estimate_of_a_large_shape_needs_no_gpu_launcher_or_weights(monkeypatch, capsys):
@@ -522,7 +525,8 @@ def test_the_estimate_of_a_large_shape_needs_no_gpu_launcher_or_weights(monkeypa
     output = capsys.readouterr().out
     assert "65,285,833,552 parameters on 64 GPU(s)" in output
     fields = dict(field.split("=") for field in output.splitlines()[-1].removeprefix("ESTIMATE: ").split())
-    assert int(fields["model_state_bytes"]) == pytest.approx(10 * 65_285_833_552 / 64, rel=3e-3)
+    whole = 2 * (80 * 13 * 8192 + 50_000)  # biases and norms, which ZeRO-3 does not partition
+    assert int(fields["model_state_bytes"]) - whole == pytest.approx(10 * 65_285_833_552 / 64, rel=1e-4)
     fewest = int(fields["fewest_gpus"])
     assert 1 < fewest < 64 and f"it takes {fewest} GPU(s) of 80 GiB" in output
 
