@@ -42,7 +42,6 @@ LIKE_FOR_LIKE_KEYS = (
 )
 
 LOW_UPDATE_RATIO = 0.9  # below it the report warns
-DEVICE_MEMORY = "memory=device_allocator"  # in the summary of a run whose memory is a GPU's
 
 FAILURE = re.compile(rb"FAILED: config=\S+ reason=(\w+)((?: \w+=\S+)*)")  # how a run says why it ended
 TAIL_BYTES = 1024**2  # where in a log it stands
@@ -194,17 +193,13 @@ def summaries_of(results):
     return {log: summary for log, summary in results.items() if "failed" not in summary}
 
 
-# Columns that are shown only where a log has the field: title, field, how its value is shown.
-OPTIONAL_COLUMNS = (
-    ("Peak bytes/parameter", DEVICE_MEMORY, lambda summary: bytes_per_parameter(summary, "peak_mem_bytes")),
-    ("States (expected)", "expected_state_bytes", lambda summary: states_beside_expected(summary)),
-    ("Host peak", "host_peak_bytes", lambda summary: format_bytes(summary["host_peak_bytes"])),
-    ("MFU", "mfu", lambda summary: f"{summary['mfu']:.1%}"),
-    ("Loss, last 10%", "tail_loss", lambda summary: f"{summary['tail_loss']:.4f}"),
-    ("Held-out loss", "eval_loss", lambda summary: f"{summary['eval_loss']:.4f}"),
-    ("Update ratio", "update_ratio", lambda summary: f"{summary['update_ratio']:.3f}"),
-    ("Weights changed", "changed_share", lambda summary: f"{summary['changed_share']:.1%}"),
-)
+def has_number(summary, field):
+    return isinstance(summary.get(field), (int, float))
+
+
+def on_device(summary):
+    """Whether its memory is a GPU's; what a process without one took is no memory by the parameter."""
+    return summary.get("memory") == "device_allocator"
 
 
 def states_beside_expected(summary):
@@ -212,18 +207,29 @@ def states_beside_expected(summary):
     return f"{states} ({format_bytes(summary['expected_state_bytes'])})"
 
 
-def has_number(summary, field):
-    """Whether there is a number to show; what a process without a GPU took is no memory by the parameter."""
-    if field == DEVICE_MEMORY:
-        return summary.get("memory") == "device_allocator"
-    return isinstance(summary.get(field), (int, float))
+def number(field, show):
+    """How a column shows a field, where a log has it."""
+    return lambda summary: show(summary[field]) if has_number(summary, field) else None
+
+
+# Columns that are shown only where a log has something for them: title, and the cell or None.
+OPTIONAL_COLUMNS = (
+    ("Peak bytes/parameter", lambda s: bytes_per_parameter(s, "peak_mem_bytes") if on_device(s) else None),
+    ("States (expected)", lambda s: states_beside_expected(s) if has_number(s, "expected_state_bytes") else None),
+    ("Host peak", number("host_peak_bytes", format_bytes)),
+    ("MFU", number("mfu", "{:.1%}".format)),
+    ("Loss, last 10%", number("tail_loss", "{:.4f}".format)),
+    ("Held-out loss", number("eval_loss", "{:.4f}".format)),
+    ("Update ratio", number("update_ratio", "{:.3f}".format)),
+    ("Weights changed", number("changed_share", "{:.1%}".format)),
+)
 
 
 def table_rows(results):
     """The header and one row of cells for each log."""
-    columns = [column for column in OPTIONAL_COLUMNS if any(has_number(s, column[1]) for s in results.values())]
+    columns = [(title, cell) for title, cell in OPTIONAL_COLUMNS if any(map(cell, results.values()))]
     header = ["Configuration", "Peak", "Peak reduction", "Allocated", "Allocated reduction", "Step time"]
-    header += [title for title, _, _ in columns]
+    header += [title for title, _ in columns]
     rows = []
     for log, summary in results.items():
         cells = [row_name(log, results)]
@@ -235,7 +241,7 @@ def table_rows(results):
             reduction = format_reduction(summary[key], baseline and baseline[key])
             cells += [format_bytes(summary[key]), "(baseline)" if summary is baseline else reduction]
         cells.append(format_time(summary["avg_step_time"]))
-        cells += [show(summary) if has_number(summary, field) else "n/a" for _, field, show in columns]
+        cells += [cell(summary) or "n/a" for _, cell in columns]
         rows.append(cells)
     return header, rows
 
@@ -301,7 +307,7 @@ def notes(results):
     """What a reader must know before comparing the rows."""
     good = list(summaries_of(results).values())
     lines = ["Memory is of the highest rank; 1 GB = 1024**3 bytes. Step time is the mean after the warm-up."]
-    if any(has_number(summary, DEVICE_MEMORY) for summary in good):
+    if any(map(on_device, good)):
         lines.append("Bytes/parameter are over all ranks.")
     if any(has_number(summary, "mfu") for summary in good):
         lines.append("MFU: model FLOP/s (6N + 12LHQT a token) as a part of the GPU's BF16 peak.")
