@@ -70,6 +70,7 @@ DEEPCOMPILE_WARMUP_STEPS = 10  # DeepCompile compiles in step 0 and, with what i
 SHAPE_KEYS = ("hidden_dim", "num_layers", "num_heads", "vocab_size", "batch_size", "seq_length")
 STATE_PARTS = ("weights", "gradients", "master_weights", "moments")
 BLOCK = 256  # elements of an 8-bit moment that share one fp32 scale, as in torchao
+PIECE = 2**25  # elements stepped at once with 8-bit moments, which are in fp32 while they change
 UPDATE_SAMPLES = 2**20  # master weights, over all ranks, on which the update ratio is measured
 
 # Dense BF16 peak in TFLOP/s, from the vendors' data sheets, by a part of the device's name.
@@ -761,7 +762,7 @@ def estimate_memory(config, args, world_size):
     stage = zero.get("stage", 0)
     sizes, block = parameter_sizes(model_sizes(args))
     total, largest = sum(sizes), max(sizes)
-    partitions = [math.ceil(size / world_size) for size in sizes] if stage else sizes
+    partitions = sorted((math.ceil(size / world_size) for size in sizes), reverse=True) if stage else sizes
     partitioned = sum(partitions)
 
     # Weights: the model's parameters, partitioned by stage 3. Gradients: one for each of them, partitioned from stage 2
@@ -776,11 +777,11 @@ def estimate_memory(config, args, world_size):
         "master_weights": 0 if item == 4 and not stage else master_item * partitioned,
         "moments": 2 * (2 if bf16.get("bf16_optimizer_states") else 4) * partitioned,
     }
-    groups = [0]  # elements of each sub-group's partition, as DeepSpeed cuts them
+    groups = [[]]  # elements of each tensor of each sub-group, as DeepSpeed cuts them
     for size in partitions:
-        if stage == 3 and groups[-1] >= zero.get("sub_group_size", 10**9):
-            groups.append(0)
-        groups[-1] += size
+        if stage == 3 and sum(groups[-1]) >= zero.get("sub_group_size", 10**9):
+            groups.append([])
+        groups[-1].append(size)
     eight_bit = config["optimizer"]["type"] == "AdamW8bit"
     if eight_bit:  # a byte each, and an fp32 scale for each block
         states["moments"] = 2 * partitioned + 2 * partitioned // BLOCK * 4
@@ -813,10 +814,12 @@ def estimate_memory(config, args, world_size):
         device["backward: the loss, or a gradient on its way to the host, also in fp32"] = max(loss, transit)
     else:
         device["backward: the loss (a slice of the logits in fp32 and twice in BF16)"] = loss
-        # The gradient in the weights' precision and in the masters', both 8-bit moments in fp32 while they change.
-        flat = (item + (master_item if master_item != item else 0) + (8 if eight_bit else 0)) * max(groups)
-        norm = 4 * max(partitions) if stage == 3 else 0
-        device["step: a sub-group's flat gradient, or a gradient in fp32 for the norm"] = max(flat, norm)
+        cast = master_item if master_item != item else 0
+        flat = max((item if len(group) > 1 else 0) * sum(group) + cast * sum(group) for group in groups)
+        moments = 8 * min(PIECE, max(map(sum, groups))) if eight_bit else 0
+        device["step: a sub-group's flat gradient, in the masters' precision too, 8-bit moments in fp32"] = (
+            flat + moments
+        )
     return device, host
 
 
@@ -1070,11 +1073,12 @@ def torchao_adamw(parameters, type_name, params):
     views = {}
 
     def pieces(p):
-        """The whole blocks of a weight and the fewer than BLOCK elements that are left, each with its gradient.
+        """The whole blocks of a weight in PIECEs, and the fewer than BLOCK elements that are left, with gradients.
 
         torchao by itself keeps full-size moments for a tensor that its blocks do not divide, as a flat ZeRO partition.
         """
-        sizes = [size for size in (p.numel() // BLOCK * BLOCK, p.numel() % BLOCK) if size]
+        whole = p.numel() // BLOCK * BLOCK
+        sizes = [PIECE] * (whole // PIECE) + [size for size in (whole % PIECE, p.numel() - whole) if size]
         if p not in views:
             views[p] = p.detach().view(-1).split(sizes)
         for part, gradient in zip(views[p], p.grad.view(-1).split(sizes), strict=True):
@@ -1085,6 +1089,20 @@ def torchao_adamw(parameters, type_name, params):
     optimizer = TorchaoAdamW(parameters, **params)
     optimizer.param_groups[0]["lr"] = params["lr"]
     return optimizer
+
+
+def norm_of_all(zero):
+    """ZeRO-3's gradient norm as a list of one, NaN where not finite; in place of its _get_norm_groups.
+
+    That takes one for each sub-group, of copies of the gradients in FP64, each with a reduction over the ranks.
+    """
+    import deepspeed
+
+    gradients = [gradient for group in zero.averaged_gradients.values() for gradient in group]
+    norms = torch.stack([torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients])
+    square = norms.square().sum()
+    deepspeed.comm.all_reduce(square, group=zero.dp_process_group)
+    return [square.sqrt()]
 
 
 def flatten_on_device(tensors):
@@ -1103,8 +1121,8 @@ def create_engine(args, config):
     """Model and DeepSpeed engine; a configuration that DeepSpeed refuses ends the program with its reason."""
     import deepspeed
 
-    zero3 = config.get("zero_optimization", {}).get("stage", 0) == 3
-    deepcompile = wants_deepcompile(config)
+    stage = config.get("zero_optimization", {}).get("stage", 0)
+    zero3, deepcompile = stage == 3, wants_deepcompile(config)
     if args.memory_snapshot:
         torch.cuda.memory._record_memory_history(max_entries=1_000_000)
     deepspeed.utils.nvtx.enable_nvtx = False  # thousands of Python calls a step that only a profiler would see
@@ -1113,6 +1131,7 @@ def create_engine(args, config):
     if not offloads(config, "optimizer"):
         # Without it a process takes as much host memory as it has weights, 13.7 GB at 6.86B.
         deepspeed.runtime.zero.stage3.defragment = flatten_on_device
+        deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._get_norm_groups = norm_of_all
     torch.manual_seed(args.seed)
     try:
         with (
@@ -1130,18 +1149,20 @@ def create_engine(args, config):
             model.enable_activation_checkpointing()
         if zero3 and not deepcompile:  # gather a block's weights in one go instead of module by module
             deepspeed.utils.set_z3_leaf_modules(model, [SimpleTransformerBlock])
-        optimizer = None
+        parameters, optimizer = list(model.parameters()), None
+        if zero3:  # a large gradient that is a sub-group by itself is stepped where it is, not flattened into a copy
+            parameters.sort(key=lambda p: -p.ds_numel)
         if wants_torchao(config):
             config = dict(config)
             section = config.pop("optimizer")  # DeepSpeed knows no such optimizer: it gets it made
-            optimizer = torchao_adamw(model.parameters(), section["type"], section["params"])
-        engine, *_ = deepspeed.initialize(
-            model=model, model_parameters=model.parameters(), optimizer=optimizer, config=config
-        )
-        for parameters in getattr(engine.optimizer, "leaf_parameters", {}).values():
-            parameters.sort(key=lambda p: p.ds_numel)  # large gradients overflow the bucket: let small ones share one
+            optimizer = torchao_adamw(parameters, section["type"], section["params"])
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, optimizer=optimizer, config=config)
+        for of_block in getattr(engine.optimizer, "leaf_parameters", {}).values():
+            of_block.sort(key=lambda p: p.ds_numel)  # large gradients overflow the bucket: let small ones share one
         if deepcompile:
             engine.compile()
+        if stage > 0:  # each rank has weights of its own to round stochastically
+            torch.manual_seed(args.seed + engine.global_rank)
     except Exception as error:
         if out_of_memory(error) or peer_ended(error):
             raise

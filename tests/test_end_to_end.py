@@ -553,3 +553,38 @@ print("LARGEST", *(max(getattr(step, key) for step in steps[1:]) for key in coun
     assert parameters > 4 * largest
     assert largest_fp64 <= 200  # norms of gradients, not gradients
     assert reductions <= 8 * 5 + 4  # a block's four large gradients, and its small ones together
+
+
+def test_the_gradient_norm_is_deepspeeds_over_all_ranks_and_each_rank_rounds_with_its_own_randomness(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(r"""
+import os
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+import torch
+import train
+
+ours, theirs, real_step = train.norm_of_all, DeepSpeedZeroOptimizer_Stage3._get_norm_groups, train.train_step
+
+def both(zero):
+    norms = [torch.stack(norm(zero)).norm().item() for norm in (ours, theirs)]
+    os.write(1, f"NORMS {norms[0]} {norms[1]}\n".encode())  # at once, so that the ranks' lines do not mix
+    return ours(zero)
+
+def step(*args):
+    os.write(1, f"SEED {torch.initial_seed()}\n".encode())
+    return real_step(*args)
+
+train.norm_of_all, train.train_step = both, step
+train.main()
+""")
+    config = write_config(tmp_path / "config.json")
+    content = json.loads(config.read_text())
+    content["zero_optimization"]["sub_group_size"] = 20_000
+    config.write_text(json.dumps(content))
+    result = run("deepspeed", "--num_gpus=2", script, "--deepspeed_config", config, *TINY, PYTHONPATH=str(ROOT))
+    assert result.returncode == 0, result.stderr[-3000:]
+    norms = re.findall(r"NORMS (\S+) (\S+)", result.stdout)
+    assert len(norms) == 2 * 6 and len(set(norms)) == 6  # each rank's are the same
+    for ours, theirs in norms:
+        assert float(ours) == pytest.approx(float(theirs), rel=1e-6) and float(ours) > 0.1
+    assert set(re.findall(r"SEED (\d+)", result.stdout)) == {"42", "43"}

@@ -438,6 +438,22 @@ def test_8_bit_moments_never_fall_back_to_full_size(elements):
     torch.testing.assert_close(weight.detach(), before - 2e-2, rtol=2e-2, atol=2e-3)  # Adam's step is lr for each
 
 
+def test_8_bit_moments_step_in_pieces_as_they_would_at_once(monkeypatch):
+    """The moments are in FP32 while they change, so that a whole embedding at once would take gigabytes."""
+    gradients = [torch.randn(5 * 512 + 300).bfloat16() for _ in range(3)]
+    weights = []
+    for piece in (512, 2**25):
+        monkeypatch.setattr(train, "PIECE", piece)
+        weight = torch.ones(5 * 512 + 300).bfloat16().requires_grad_()
+        optimizer = train.torchao_adamw([weight], "AdamW8bit", {"lr": 1e-2})
+        for gradient in gradients:
+            weight.grad = gradient.clone()
+            optimizer.step()
+        weights.append(weight.detach())
+        assert max(state.numel() for state in optimizer.state) == min(piece, 5 * 512 + 256)
+    assert torch.equal(*weights)
+
+
 def test_a_lock_that_a_killed_compilation_left_is_found(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     assert train.operator_locks() == []
