@@ -70,7 +70,7 @@ DEEPCOMPILE_WARMUP_STEPS = 10  # DeepCompile compiles in step 0 and, with what i
 SHAPE_KEYS = ("hidden_dim", "num_layers", "num_heads", "vocab_size", "batch_size", "seq_length")
 STATE_PARTS = ("weights", "gradients", "master_weights", "moments")
 BLOCK = 256  # elements of an 8-bit moment that share one fp32 scale, as in torchao
-PIECE = 2**25  # elements stepped at once with 8-bit moments, which are in fp32 while they change
+PIECE = 2**26  # elements stepped at once with 8-bit moments, which are in fp32 while they change
 UPDATE_SAMPLES = 2**20  # master weights, over all ranks, on which the update ratio is measured
 
 # Dense BF16 peak in TFLOP/s, from the vendors' data sheets, by a part of the device's name.
@@ -1277,6 +1277,26 @@ def measure_memory(args, config, engine, memory, world_size, say):
     }
 
 
+def measure_speed(args, config, engine, step_times_s, world_size, say):
+    """(mean step time in seconds, the report's other fields of speed), over the steps after the warm-up."""
+    asked = max(args.warmup_steps, DEEPCOMPILE_WARMUP_STEPS if wants_deepcompile(config) else 0)
+    warmup_steps = min(asked, args.num_steps - 1)
+    if warmup_steps < asked:
+        say(f"Notice: {args.num_steps} step(s) leave none after {asked} of warm-up: the last one is timed")
+    timed_s = step_times_s[warmup_steps:]
+    mean_s = statistics.fmean(timed_s)
+    tokens_per_second_per_gpu = engine.gradient_accumulation_steps() * args.batch_size * args.seq_length / mean_s
+    tflops_per_gpu = tokens_per_second_per_gpu * model_flops_per_token(engine.module) / 1e12
+    return mean_s, {
+        "median_step_time": f"{statistics.median(timed_s):.4f}",
+        "timed_steps": len(timed_s),
+        "tokens_per_second": f"{world_size * tokens_per_second_per_gpu:.1f}",
+        "tokens_per_second_per_gpu": f"{tokens_per_second_per_gpu:.1f}",
+        "model_tflops_per_gpu": f"{tflops_per_gpu:.3f}",
+        **({"mfu": f"{tflops_per_gpu / peak_tflops():.4f}"} if peak_tflops() else {}),
+    }
+
+
 def report(config_path, fields):
     """The results block, the ENV line and, last, the SUMMARY line, which has the block's fields in the same order."""
     lines = ["", "=" * 78, f"RESULTS of {config_path} (memory: highest rank; time: slowest rank; loss: mean of ranks)"]
@@ -1410,14 +1430,7 @@ def run(args, config, notices, rank, world_size, progress):
     gc.collect()
     write_snapshot(args)
     memory_fields = measure_memory(args, config, engine, memory, world_size, say)
-    asked = max(args.warmup_steps, DEEPCOMPILE_WARMUP_STEPS if wants_deepcompile(config) else 0)
-    warmup_steps = min(asked, args.num_steps - 1)
-    if warmup_steps < asked:
-        say(f"Notice: {args.num_steps} step(s) leave none after {asked} of warm-up: the last one is timed")
-    timed_s = step_times_s[warmup_steps:]
-    mean_s = statistics.fmean(timed_s)
-    tokens_per_second = world_size * accumulation * args.batch_size * args.seq_length / mean_s
-    tflops_per_gpu = tokens_per_second / world_size * model_flops_per_token(engine.module) / 1e12
+    mean_s, speed_fields = measure_speed(args, config, engine, step_times_s, world_size, say)
     fields = {
         "params": total_parameters,
         **{key: memory_fields[key] for key in ("peak_mem_bytes", "alloc_mem_bytes")},
@@ -1425,13 +1438,8 @@ def run(args, config, notices, rank, world_size, progress):
         "world_size": world_size,
         "init_peak_mem_bytes": init_peak,
         **memory_fields,
-        "median_step_time": f"{statistics.median(timed_s):.4f}",
-        "timed_steps": len(timed_s),
+        **speed_fields,
         "tracking_time": f"{tracking_s / args.num_steps:.6f}",
-        "tokens_per_second": f"{tokens_per_second:.1f}",
-        "tokens_per_second_per_gpu": f"{tokens_per_second / world_size:.1f}",
-        "model_tflops_per_gpu": f"{tflops_per_gpu:.3f}",
-        **({"mfu": f"{tflops_per_gpu / peak_tflops():.4f}"} if peak_tflops() else {}),
         "final_loss": f"{loss:.4f}",
         "tail_loss": f"{statistics.fmean(loss for _, loss in loss_history[-math.ceil(args.num_steps / 10) :]):.4f}",
         **({"eval_loss": f"{eval_loss:.4f}"} if args.eval_steps else {}),

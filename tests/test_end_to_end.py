@@ -1,6 +1,7 @@
 """The whole path through the real launcher, on the CPU: sweeps, ranks, other configurations, failures."""
 
 import csv
+import functools
 import json
 import os
 import re
@@ -459,7 +460,10 @@ def test_ctrl_c_ends_the_sweep_and_all_its_processes(tmp_path):
     log = tmp_path / "logs" / "baseline.log"
     env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     command = ["./run_all.sh", "--log_dir", str(log.parent), *TINY, "--num_steps", "100000", "--num_gpus", "2"]
-    sweep = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    heed_ctrl_c = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # also where tests run behind a `&`
+    sweep = subprocess.Popen(
+        command, cwd=ROOT, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=heed_ctrl_c
+    )
     try:
         wait_until(lambda: log.exists() and "Step 2:" in log.read_text())
         assert len(processes_of(str(log.parent))) > 2

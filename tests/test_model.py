@@ -442,7 +442,7 @@ def test_8_bit_moments_step_in_pieces_as_they_would_at_once(monkeypatch):
     """The moments are in FP32 while they change, so that a whole embedding at once would take gigabytes."""
     gradients = [torch.randn(5 * 512 + 300).bfloat16() for _ in range(3)]
     weights = []
-    for piece in (512, 2**25):
+    for piece in (512, 2**26):
         monkeypatch.setattr(train, "PIECE", piece)
         weight = torch.ones(5 * 512 + 300).bfloat16().requires_grad_()
         optimizer = train.torchao_adamw([weight], "AdamW8bit", {"lr": 1e-2})
