@@ -54,7 +54,7 @@ MEMORY_LOG_COLUMNS = ("step", "loss", "step_time_s", "allocated_bytes", "reserve
 DEFAULT_GPU_MEMORY_GIB = 80
 MOST_GPUS = 1024  # that the estimate looks at
 CUDA_CONTEXT_BYTES = 2**30  # what the estimate leaves free for the CUDA context and NCCL
-RESERVED_SHARE = 1.1  # the allocator reserved 2 to 9 % more than the peak in the published runs from 3B parameters on
+RESERVED_SHARE = 1.1  # of the peak, to be safe: 0.1 to 1.5 % more was reserved in the published runs from 3B on one GPU
 WORKSPACE_BYTES = 64 * 2**20  # cuBLAS on Hopper and newer: two streams of 32 MiB
 
 ELEMENT_KEYS = {  # of zero_optimization, with the least that makes sense

@@ -71,10 +71,10 @@ def test_stochastic_rounding_ended_within_0_02_of_the_baseline_and_rounding_to_n
         ("254m/bf16_full_sr_8bit", 3.2, 8.4),
         ("254m_checkpointing/baseline", 4.2, 16.8),
         ("254m_checkpointing/bf16_full", 2.7, 10.8),
-        ("6.86b_checkpointing/baseline", 103.5, 16.1),
-        ("6.86b_checkpointing/bf16_full", 64.8, 10.1),
-        ("6.86b_checkpointing/bf16_full_sr", 64.8, 10.1),
-        ("6.86b_checkpointing/bf16_full_sr_8bit", 54.0, 8.1),
+        ("6.86b_checkpointing/baseline", 103.1, 16.1),
+        ("6.86b_checkpointing/bf16_full", 64.6, 10.1),
+        ("6.86b_checkpointing/bf16_full_sr", 64.6, 10.1),
+        ("6.86b_checkpointing/bf16_full_sr_8bit", 52.1, 8.1),
     ],
 )
 def test_the_published_runs_hold_little_beside_the_model_states(log, peak_gib, bytes_per_parameter):
@@ -83,9 +83,28 @@ def test_the_published_runs_hold_little_beside_the_model_states(log, peak_gib, b
     assert summary["alloc_mem_bytes"] < bytes_per_parameter * summary["params"]
 
 
-def test_in_paired_steps_no_configuration_is_a_tenth_slower_than_another():
-    medians_ms = re.findall(r"^configs/\w+.json: median ([\d.]+)", (PUBLISHED / "paired_steps.txt").read_text(), re.M)
-    assert len(medians_ms) == 3 and max(map(float, medians_ms)) < min(80, 1.1 * min(map(float, medians_ms)))
+def paired_medians_ms(name):
+    """{configuration: median}, of the steps taken in turn."""
+    found = re.findall(r"^configs/(\w+).json: median ([\d.]+)", (PUBLISHED / f"{name}.txt").read_text(), re.M)
+    return {config: float(median_ms) for config, median_ms in found}
+
+
+@pytest.mark.parametrize(("name", "configs"), [("paired_steps", 4), ("paired_steps_quiet_host", 3)])
+def test_in_paired_steps_no_configuration_is_a_tenth_slower_than_another(name, configs):
+    medians_ms = paired_medians_ms(name).values()
+    assert len(medians_ms) == configs and max(medians_ms) < 1.1 * min(medians_ms)
+
+
+def test_steps_were_as_fast_as_a_quiet_host_lets_them_at_254m_and_on_any_host_at_6_86b():
+    assert max(paired_medians_ms("paired_steps_quiet_host").values()) < 80
+    for name, most_s in (("baseline", 0.430), ("bf16_full", 0.420)):
+        assert summary_of(f"6.86b_checkpointing/{name}")["avg_step_time"] <= most_s
+
+
+def test_8_bit_steps_grow_longer_than_fp32_steps_as_the_readme_says():
+    text = (PUBLISHED / "eight_bit_steps.txt").read_text()
+    along = [float(part) for part in re.findall(r"the 8-bit step is ([\d.]+) of the FP32 step along it", text)]
+    assert along == sorted(along) and f"{along[-1]:.3f} times the FP32 step by step 100" in WORDS
 
 
 @pytest.mark.parametrize("world_size", [8, 64])
@@ -105,25 +124,27 @@ def test_the_readmes_estimates_are_what_train_py_prints(world_size, monkeypatch,
 
 
 def test_the_figures_in_the_readmes_text_are_those_of_the_published_runs():
-    paired = dict(
-        re.findall(r"^configs/(\w+).json: median ([\d.]+)", (PUBLISHED / "paired_steps.txt").read_text(), re.M)
-    )
-    for name in ("baseline", "bf16_full", "bf16_full_sr"):
-        assert f"{paired[name]} ms for `{name}`" in WORDS
-    pairs = re.findall(r"difference of a pair (\S+) ms", (PUBLISHED / "tracking_cost.txt").read_text())
-    for difference, name in zip(pairs, ("baseline", "bf16_full"), strict=True):
-        assert f"{float(difference):.1f} ms for `{name}`".replace("-", "\N{MINUS SIGN}") in WORDS
+    for name, median_ms in paired_medians_ms("paired_steps").items():
+        assert f"{median_ms:.1f} ms for `{name}`" in WORDS
+    quiet = paired_medians_ms("paired_steps_quiet_host")
+    assert "took {}, {} and {} ms".format(*(quiet[name] for name in ("baseline", "bf16_full", "bf16_full_sr"))) in WORDS
+    tracking = (PUBLISHED / "tracking_cost.txt").read_text()
+    costs = re.findall(r"(?:difference of a pair|the tracking alone) ([\d.]+) ms = ([\d.]+)%", tracking)
+    assert len(costs) == 2 and all(float(percent) < 1 for _, percent in costs)
+    for cost_ms, percent in costs:
+        assert re.search(rf"{float(cost_ms):.1f} ms, {percent}%", WORDS)
     big = (PUBLISHED / "6.86b_checkpointing" / "summary.txt").read_text()
-    for figure in ("103.38 GB", "64.69 GB", "53.41 GB", "37.4%", "48.3%"):
+    for figure in ("103.00 GB", "64.58 GB", "52.01 GB", "37.3%", "49.5%"):
         assert figure in big and figure.split()[0] in WORDS
     small = (PUBLISHED / "254m" / "summary.txt").read_text()
-    for figure in ("30.9%", "41.2%"):
+    for figure in ("30.9%", "41.3%"):
         assert figure in small and figure in README.split("| Configuration |")[0]
     for log, host in (
         ("254m/bf16_master_wg", "5.3 GB"),
         ("254m/baseline_offload", "6.5 GB"),
-        ("6.86b_checkpointing/baseline", "1.9 GB"),
-        ("6.86b_checkpointing/bf16_full_sr", "7.2 GB"),
+        ("254m/baseline", "1.8 GB"),
+        ("6.86b_checkpointing/baseline", "1.8 GB"),
+        ("6.86b_checkpointing/bf16_full_sr", "5.7 GB"),
     ):
         assert f"{summary_of(log)['host_peak_bytes'] / 1024**3:.1f} GB" == host and host in WORDS
     times_s = {
@@ -144,12 +165,25 @@ def test_the_figures_in_the_readmes_text_are_those_of_the_published_runs():
 
 
 def test_what_is_left_above_the_states_is_what_the_readme_says():
-    """Bytes for each element of the largest tensor, the cuBLAS workspace left out."""
-    for name, bytes_per_element in (("baseline", 6), ("bf16_full", 4), ("bf16_full_sr_8bit", 11)):
+    """The cuBLAS workspace left out."""
+    left = {}
+    for name in ("baseline", "bf16_full", "bf16_full_sr", "bf16_full_sr_8bit"):
         summary = summary_of(f"6.86b_checkpointing/{name}")
         rest = summary["peak_mem_bytes"] - summary["model_state_bytes"] - toolkit.WORKSPACE_BYTES
-        assert round(rest / (summary["hidden_dim"] * summary["vocab_size"])) == bytes_per_element
-        assert f" {bytes_per_element} in `{name}`" in WORDS
+        left[name] = f"{rest / 1024**3:.1f} GB"
+    assert left.pop("baseline") == "0.8 GB" and set(left.values()) == {"0.7 GB"}
+    assert "0.8 GB in `baseline`" in WORDS and "0.7 GB in `bf16_full`" in WORDS
+
+
+def test_the_allocator_reserves_as_little_beyond_the_peak_as_the_readme_says():
+    shares = {False: [], True: []}
+    for log in PUBLISHED.glob("*/*.log"):
+        summary = gather_memory.merge_summaries(gather_memory.summaries_in(log))
+        older = ("largest_model", "largest_model_expandable_segments")
+        if summary and summary["world_size"] == 1 and log.parent.name not in older:
+            shares[summary["params"] > 3e9].append(summary["reserved_mem_bytes"] / summary["peak_mem_bytes"] - 1)
+    large, small = (100 * max(shares[key]) for key in (True, False))
+    assert f"{large:.1f} % more from 3B parameters on and {small:.0f} % at 254M" in WORDS
 
 
 def test_bf16_masters_save_no_gpu_memory_that_offload_does_not():
@@ -161,7 +195,10 @@ def test_bf16_masters_save_no_gpu_memory_that_offload_does_not():
 
 
 @pytest.mark.parametrize("config", ["baseline", "bf16_full", "bf16_full_sr", "bf16_full_sr_8bit"])
-def test_the_readmes_largest_models_are_those_of_the_published_searches(config):
+def test_the_readmes_largest_models_are_those_of_the_published_runs(config):
+    def cell(log, layers):
+        return f"{layers} blocks, {summary_of(log)['params'] / 1e9:.1f}B parameters"
+
     cells = []
     for folder in ("largest_model", "largest_model_expandable_segments"):
         search = (PUBLISHED / f"{folder}.txt").read_text()
@@ -170,10 +207,14 @@ def test_the_readmes_largest_models_are_those_of_the_published_searches(config):
             cells.append("not run")
             continue
         layers, expected = map(int, found.groups())
-        parameters = summary_of(f"{folder}/{config}_{layers}")["params"]
-        cells.append(f"{layers} blocks, {parameters / 1e9:.1f}B parameters")
+        cells.append(cell(f"{folder}/{config}_{layers}", layers))
         deeper = (PUBLISHED / folder / f"{config}_{layers + 1}.log").read_text()
         assert "reason=OOM" in deeper
+    now = {"baseline": 26, "bf16_full_sr_8bit": 54}
+    cells.append(cell(f"largest_model_now/{config}_{now[config]}", now[config]) if config in now else "not run")
+    if config == "bf16_full_sr_8bit":
+        billions = summary_of(f"largest_model_now/{config}_56_expandable_segments")["params"] / 1e9
+        cells[-1] += f"; expandable 56, {billions:.1f}B"
     assert f"| `{config}` | {expected} blocks | {' | '.join(cells)} |" in README
 
 
