@@ -800,13 +800,16 @@ def estimate_memory(config, args, world_size):
     kept = 12 * args.num_layers
     if args.activation_checkpointing:
         kept = min(kept, args.num_layers + 12)
-    bucket = max(min(int(zero.get("reduce_bucket_size", 5 * 10**8)), total), block if stage == 3 else 0)
+    bucket = min(int(zero.get("reduce_bucket_size", 5 * 10**8)), total)
+    waiting = max(bucket, block if stage == 3 else 0)
     live = max(min(int(zero.get("stage3_max_live_parameters", 10**9)), total), largest, block)
     device["workspace (cuBLAS)"] = WORKSPACE_BYTES
     device["backward: activations"] = unit * (kept + 1)
     loss = 8 * LOGITS_CHUNK_ELEMENTS + 2 * unit  # a slice of the logits in fp32 and twice in BF16, the states' gradient
-    # One gradient that fills the bucket by itself needs no flat copy.
-    device["backward: gradients that wait in the bucket, and their flat copy"] = item * max(largest, 2 * bucket)
+    # A gradient larger than the bucket is reduced by itself and needs no flat copy.
+    device["backward: a block's gradients, or a bucket of them, and the bucket's flat copy"] = item * max(
+        largest, waiting + bucket
+    )
     if stage == 3 and (world_size > 1 or offloads(config, "param")):
         device["backward: gathered weights"] = item * live
     if offloads(config, "optimizer"):
