@@ -26,7 +26,7 @@ installed, memory.png and loss.png.
 A configuration that fails does not stop the others; it is named at the end, and the exit status is 1.
 Ctrl-C ends all processes (exit status 130). Each run takes a free port, so two sweeps can run side by side.
 
-Without a GPU a small preset is used, of 55 million parameters, which takes two to six minutes on two cores (and some
+Without a GPU a small preset is used, of 55 million parameters, which takes three to ten minutes on two cores (and some
 more on the first run, for building DeepSpeed's operators). Its memory is the processes' resident memory.
 Options that you give win over the preset.
 TEXT
@@ -74,6 +74,7 @@ while [ $# -gt 0 ]; do
     --loss_log_file* | --memory_log_file* | --memory_snapshot* | --deepspeed_config* | --estimate)
       die "$1 is for train.py itself: each configuration of a sweep would need its own"
       ;;
+    *.json) die "'$1' stands by itself; several configurations go in quotes: --configs \"A.json B.json\"" ;;
     *) options+=("$1") && shift ;;
   esac
 done
@@ -104,6 +105,9 @@ if [ "$accelerator" = cpu ]; then
 elif [ -z "$hostfile" ] && [ "$num_gpus" -gt "$count" ]; then
   die "--num_gpus $num_gpus: this machine has $count"
 fi
+# A wrong option ends the sweep here, with train.py's own line, and not each configuration after its start.
+PYTHONPATH="$here" python3 -c "import train; train.get_args()" --deepspeed_config "${configs[0]}" "${preset[@]}" \
+  "${options[@]}" || exit 2
 
 if [ -z "$log_dir" ]; then # a folder of its own, also beside a sweep that started in the same second
   mkdir -p "$here/logs" 2>/dev/null || die "$here/logs cannot be made; give --log_dir"

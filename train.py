@@ -54,7 +54,7 @@ MEMORY_LOG_COLUMNS = ("step", "loss", "step_time_s", "allocated_bytes", "reserve
 DEFAULT_GPU_MEMORY_GIB = 80
 MOST_GPUS = 1024  # that the estimate looks at
 CUDA_CONTEXT_BYTES = 2**30  # what the estimate leaves free for the CUDA context and NCCL
-RESERVED_SHARE = 1.1  # of the peak, to be safe: 0.1 to 1.5 % more was reserved in the published runs from 3B on one GPU
+RESERVED_SHARE = 1.1  # of the peak: the published runs from 3B on one GPU reserved up to 1.5 % more, older code 8 %
 WORKSPACE_BYTES = 64 * 2**20  # cuBLAS on Hopper and newer: two streams of 32 MiB
 
 ELEMENT_KEYS = {  # of zero_optimization, with the least that makes sense
@@ -142,17 +142,17 @@ def get_args():
     add("--num_steps", type=at_least(1), default=20, metavar="N", help="optimizer steps")
     add("--learning_rate", type=positive, metavar="X", help="the optimizer's lr instead of the JSON's")
     add("--seed", type=at_least(0), default=42, metavar="N", help="seed of weights and data")
-    add = parser.add_argument_group("data").add_argument
+    add = parser.add_argument_group("data (the others need --use_real_data)").add_argument
     add("--use_real_data", action="store_true", help="train on text instead of random tokens")
     source = "a text file, a folder of *.txt files, or 1 %% of the train split of Hub NAME or NAME:CONFIG"
-    add("--dataset", metavar="SOURCE", help=f"{source} (default: {DEFAULT_DATASET})")
+    add("--dataset", metavar="SOURCE", help=f"{source} (default: {DEFAULT_DATASET}:{DEFAULT_DATASET_CONFIG})")
     add("--tokenizer", metavar="SOURCE", help=f"Hub NAME, or a local folder (default: {DEFAULT_TOKENIZER})")
     add("--eval_steps", type=at_least(1), metavar="N", help="every N steps, loss on the text's last tenth, held out")
     add = parser.add_argument_group("measurement and logs").add_argument
     add("--warmup_steps", type=at_least(0), default=5, metavar="N", help="leading steps not timed (DeepCompile: >= 10)")
     add("--log_interval", type=at_least(1), default=5, metavar="N", help="print every N-th step")
     add("--loss_log_file", metavar="CSV", help="write step,loss to this file as the run goes")
-    add("--memory_log_file", metavar="CSV", help=f"the same with {','.join(MEMORY_LOG_COLUMNS)}")
+    add("--memory_log_file", metavar="CSV", help=f"the same with {', '.join(MEMORY_LOG_COLUMNS)}")
     add("--memory_snapshot", metavar="PICKLE", help="record of allocations, for pytorch.org/memory_viz; one a rank")
     add = parser.add_argument_group("estimate").add_argument
     add("--estimate", action="store_true", help="print the expected memory and end: no GPU, launcher or weights needed")
@@ -167,6 +167,10 @@ def get_args():
         parser.error(f"--num_heads {args.num_heads} does not divide --hidden_dim {args.hidden_dim}")
     if not args.use_real_data and (args.dataset or args.tokenizer or args.eval_steps):
         parser.error("--dataset, --tokenizer and --eval_steps do nothing without --use_real_data; add it")
+    for option in ("dataset", "tokenizer"):
+        source = getattr(args, option)
+        if source and re.match(r"[./~]|.*\.txt$", source) and not Path(source).exists():  # else the Hub would be asked
+            parser.error(f"--{option} {source}: there is no such file or folder")
     if not args.estimate and (args.world_size or args.gpu_memory_gib):
         parser.error("--world_size and --gpu_memory_gib do nothing without --estimate; the launcher sets the ranks")
     args.dataset, args.tokenizer = args.dataset or DEFAULT_DATASET, args.tokenizer or DEFAULT_TOKENIZER
@@ -249,9 +253,10 @@ def wants_deepcompile(config):
 
 
 def offloads(config, what):
-    """Whether the "optimizer" or the "param" is offloaded, which stage 0 never does."""
+    """Whether the "optimizer" or the "param" is offloaded, also by DeepSpeed's older key; stage 0 never does."""
     zero = config.get("zero_optimization", {})
-    return zero.get("stage", 0) > 0 and zero.get(f"offload_{what}", {}).get("device", "none") != "none"
+    older = zero.get({"optimizer": "cpu_offload", "param": "cpu_offload_param"}[what], False)
+    return zero.get("stage", 0) > 0 and (older or zero.get(f"offload_{what}", {}).get("device", "none") != "none")
 
 
 def complete_config(config, args, world_size):
@@ -789,8 +794,9 @@ def estimate_memory(config, args, world_size):
 
     if offloads(config, "optimizer"):
         host = {part: device.pop(part) for part in STATE_PARTS[1:]}
-        # A copy for the optimizer, in the master weights' precision; stage 3 keeps what it reduced beside it.
-        host["gradients"] = master_item * partitioned + (host["gradients"] if stage == 3 else 0)
+        # A copy for the optimizer, in the master weights' precision, beside what stage 3 reduced or others accumulate.
+        kept_too = stage == 3 or config["gradient_accumulation_steps"] > 1
+        host["gradients"] = (master_item + (item if kept_too else 0)) * partitioned
     if offloads(config, "param") and stage == 3:
         host["weights"] = device.pop("weights")
 
@@ -807,22 +813,21 @@ def estimate_memory(config, args, world_size):
     device["backward: activations"] = unit * (kept + 1)
     loss = 8 * LOGITS_CHUNK_ELEMENTS + 2 * unit  # a slice of the logits in fp32 and twice in BF16, the states' gradient
     # A gradient larger than the bucket is reduced by itself and needs no flat copy.
-    device["backward: a block's gradients, or a bucket of them, and the bucket's flat copy"] = item * max(
-        largest, waiting + bucket
-    )
+    device["backward: a block's or bucket's gradients, their flat copy"] = item * max(largest, waiting + bucket)
     if stage == 3 and (world_size > 1 or offloads(config, "param")):
         device["backward: gathered weights"] = item * live
     if offloads(config, "optimizer"):
         transit = (item + 4) * max(partitions)
-        device["backward: the loss, or a gradient on its way to the host, also in fp32"] = max(loss, transit)
+        device["backward: the loss, or a gradient sent to the host, also in FP32"] = max(loss, transit)
     else:
-        device["backward: the loss (a slice of the logits in fp32 and twice in BF16)"] = loss
+        device["backward: the loss (a slice of the logits, FP32 and twice BF16)"] = loss
         cast = master_item if master_item != item else 0
-        flat = max((item if len(group) > 1 else 0) * sum(group) + cast * sum(group) for group in groups)
-        moments = 8 * min(PIECE, max(map(sum, groups))) if eight_bit else 0
-        device["step: a sub-group's flat gradient, in the masters' precision too, 8-bit moments in fp32"] = (
-            flat + moments
+        # A tensor that is a sub-group by itself is flat already; the masters' gradient is cast to their precision.
+        device["step: a sub-group's flat gradient, and its cast to FP32"] = max(
+            ((item if len(group) > 1 else 0) + cast) * sum(group) for group in groups
         )
+        if eight_bit:
+            device["step: a piece's two 8-bit moments in FP32"] = 8 * min(PIECE, max(map(sum, groups)))
     return device, host
 
 
@@ -853,18 +858,20 @@ def report_estimate(args, config):
         print(f"{title}:" if terms else f"{title}: none")
         for term, size in terms.items():
             per_parameter = size * world_size / parameters
-            print(f"  {term:75} {format_memory(size):>12} {per_parameter:6.2f} bytes/parameter")
+            print(f"  {term:63} {format_memory(size):>12} {per_parameter:6.2f} bytes/parameter")
+    print("The backward's terms and the step's are not alive at the same time: the peak has the larger sum of the two.")
     room = (memory_gib * 2**30 - CUDA_CONTEXT_BYTES) / RESERVED_SHARE
     peaks, fewest = {}, {}
     for asked, text in words.items():
         variant = argparse.Namespace(**{**vars(args), "activation_checkpointing": asked})
         peak = peaks[asked] = expected_peak(estimate_memory(config, variant, world_size)[0])
-        fits = (n for n in range(1, MOST_GPUS + 1) if expected_peak(estimate_memory(config, variant, n)[0]) <= room)
-        fewest[asked] = next(fits, 0)
+        enough = (n for n in range(1, MOST_GPUS + 1) if expected_peak(estimate_memory(config, variant, n)[0]) <= room)
+        fewest[asked] = next(enough, 0)
+        fits = "fits" if peak <= room else "does not fit"
         print(
-            f"Peak {text}: {format_memory(peak)} on each, {peak * world_size / parameters:.2f} bytes/parameter; it "
-            f"takes {fewest[asked] or f'more than {MOST_GPUS}'} GPU(s) of {memory_gib:g} GiB, with a tenth and 1 GiB "
-            "to spare"
+            f"Peak {text}: {format_memory(peak)} on each, {peak * world_size / parameters:.2f} bytes/parameter: {fits} "
+            f"in {memory_gib:g} GiB with a tenth and 1 GiB to spare; the fewest GPUs that hold it: "
+            f"{fewest[asked] or f'more than {MOST_GPUS}'}"
         )
     fields = {
         "params": parameters,
@@ -951,6 +958,7 @@ def model_states(engine):
     masters = list(optimizer.state)
     gradients = [tensor.grad for tensor in (*engine.module.parameters(), *masters)]
     gradients.append(getattr(zero, "grad_partitions_flat_buffer", None))  # ZeRO-3
+    gradients.extend(getattr(zero, "accumulated_grads_in_cpu", {}).values())  # ZeRO-1 and 2, where they accumulate
     moments = [tensor for state in optimizer.state.values() for name, tensor in state.items() if "exp_avg" in name]
     states, seen = {}, set()
     for part, tensors in zip(STATE_PARTS, (weights, gradients, masters, moments), strict=True):
@@ -1095,7 +1103,7 @@ def torchao_adamw(parameters, type_name, params):
 
 
 def norm_of_all(zero):
-    """ZeRO-3's gradient norm as a list of one, NaN where not finite; in place of its _get_norm_groups.
+    """ZeRO-3's gradient norm as a list of one, not finite where a gradient is not; in place of its _get_norm_groups.
 
     That takes one for each sub-group, of copies of the gradients in FP64, each with a reduction over the ranks.
     """
@@ -1124,8 +1132,8 @@ def create_engine(args, config):
     """Model and DeepSpeed engine; a configuration that DeepSpeed refuses ends the program with its reason."""
     import deepspeed
 
-    stage = config.get("zero_optimization", {}).get("stage", 0)
-    zero3, deepcompile = stage == 3, wants_deepcompile(config)
+    zero3 = config.get("zero_optimization", {}).get("stage", 0) == 3
+    deepcompile = wants_deepcompile(config)
     if args.memory_snapshot:
         torch.cuda.memory._record_memory_history(max_entries=1_000_000)
     deepspeed.utils.nvtx.enable_nvtx = False  # thousands of Python calls a step that only a profiler would see
@@ -1134,7 +1142,6 @@ def create_engine(args, config):
     if not offloads(config, "optimizer"):
         # Without it a process takes as much host memory as it has weights, 13.7 GB at 6.86B.
         deepspeed.runtime.zero.stage3.defragment = flatten_on_device
-        deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._get_norm_groups = norm_of_all
     torch.manual_seed(args.seed)
     try:
         with (
@@ -1162,10 +1169,12 @@ def create_engine(args, config):
         engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, optimizer=optimizer, config=config)
         for of_block in getattr(engine.optimizer, "leaf_parameters", {}).values():
             of_block.sort(key=lambda p: p.ds_numel)  # large gradients overflow the bucket: let small ones share one
+        zero = engine.optimizer
+        if zero3 and not zero.offload_optimizer and not getattr(zero, "use_muon", False):  # which scales some of them
+            zero._get_norm_groups = functools.partial(norm_of_all, zero)
         if deepcompile:
             engine.compile()
-        if stage > 0:  # each rank has weights of its own to round stochastically
-            torch.manual_seed(args.seed + engine.global_rank)
+        torch.manual_seed(args.seed + engine.global_rank)  # each has weights of its own to round stochastically
     except Exception as error:
         if out_of_memory(error) or peer_ended(error):
             raise

@@ -202,6 +202,15 @@ def test_the_states_are_as_expected_with_offload_at_each_stage_on_two_processes(
     assert summary["expected_state_bytes"] == pytest.approx(summary["model_state_bytes"], rel=0.001)
 
 
+def test_the_states_are_as_expected_where_offloaded_gradients_accumulate(tmp_path):
+    """ZeRO-1 and 2 then keep them twice on the host."""
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    config = write_config(tmp_path / "config.json", zero_optimization=zero, gradient_accumulation_steps=2)
+    summary = summary_of(train(*TINY, "--deepspeed_config", config).stdout)
+    assert summary["expected_state_bytes"] == pytest.approx(summary["model_state_bytes"], rel=0.001)
+    assert summary["gradients_bytes"] == pytest.approx((4 + 2) * summary["params"], rel=0.001)
+
+
 # Other configurations
 
 
@@ -222,6 +231,7 @@ def test_the_states_are_as_expected_with_offload_at_each_stage_on_two_processes(
         pytest.param(
             {"bf16": None, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, id="stage 3, torch_autocast"
         ),
+        pytest.param({"zero_optimization": {"stage": 3, "cpu_offload": True}}, id="stage 3, offload by its older key"),
     ],
 )
 def test_any_deepspeed_configuration_trains(changes, tmp_path):
@@ -386,9 +396,12 @@ def test_a_config_that_fails_is_named_and_does_not_stop_the_others(tmp_path):
         ["--timeout", "0"],
         ["--hostfile", "missing"],
         ["--loss_log_file", "x.csv"],
+        ["--configs", "configs/baseline.json", "configs/bf16_full.json"],
+        ["--hiden_dim", "64"],
+        ["--num_heads", "5"],
     ],
 )
-def test_a_bad_option_of_the_sweep_is_one_line(options):
+def test_a_bad_option_of_the_sweep_is_one_line_before_anything_starts(options):
     result = run("./run_all.sh", *options)
     assert (result.returncode, result.stderr.count("\n")) == (2, 1), result.stderr
 
@@ -559,31 +572,41 @@ print("LARGEST", *(max(getattr(step, key) for step in steps[1:]) for key in coun
     assert reductions <= 8 * 5 + 4  # a block's four large gradients, and its small ones together
 
 
-def test_the_gradient_norm_is_deepspeeds_over_all_ranks_and_each_rank_rounds_with_its_own_randomness(tmp_path):
+def test_zero_3_steps_as_it_would_without_what_is_changed_in_it(tmp_path):
+    """One gradient norm, the same on all ranks; large gradients by themselves and in place; randomness of each rank."""
     script = tmp_path / "script.py"
     script.write_text(r"""
 import os
-from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as ZeRO3
 import torch
 import train
 
-ours, theirs, real_step = train.norm_of_all, DeepSpeedZeroOptimizer_Stage3._get_norm_groups, train.train_step
+def say(*words):  # at once, so that the ranks' lines do not mix
+    os.write(1, (" ".join(map(str, words)) + "\n").encode())
 
-def both(zero):
-    norms = [torch.stack(norm(zero)).norm().item() for norm in (ours, theirs)]
-    os.write(1, f"NORMS {norms[0]} {norms[1]}\n".encode())  # at once, so that the ranks' lines do not mix
+ours, theirs = train.norm_of_all, ZeRO3._get_norm_groups
+real_train_step, real_step = train.train_step, ZeRO3._optimizer_step
+
+def both_norms(zero):
+    say("NORMS", *(torch.stack(norm(zero)).norm().item() for norm in (ours, theirs)))
     return ours(zero)
 
-def step(*args):
-    os.write(1, f"SEED {torch.initial_seed()}\n".encode())
-    return real_step(*args)
+def train_step(*args):
+    say("SEED", torch.initial_seed())
+    return real_train_step(*args)
 
-train.norm_of_all, train.train_step = both, step
+def step(zero, group):
+    gradient = zero.fp32_partitioned_groups_flat[group].grad
+    in_place = gradient.untyped_storage().data_ptr() == zero.grad_partitions_flat_buffer.untyped_storage().data_ptr()
+    say("GROUP", group, len(zero.fp16_groups[group]), in_place)
+    return real_step(zero, group)
+
+train.norm_of_all, train.train_step, ZeRO3._optimizer_step = both_norms, train_step, step
 train.main()
 """)
-    config = write_config(tmp_path / "config.json")
-    content = json.loads(config.read_text())
-    content["zero_optimization"]["sub_group_size"] = 20_000
+    config = tmp_path / "config.json"
+    content = json.loads((ROOT / "configs" / "bf16_full.json").read_text())
+    content["zero_optimization"]["sub_group_size"] = 10_000
     config.write_text(json.dumps(content))
     result = run("deepspeed", "--num_gpus=2", script, "--deepspeed_config", config, *TINY, PYTHONPATH=str(ROOT))
     assert result.returncode == 0, result.stderr[-3000:]
@@ -592,3 +615,6 @@ train.main()
     for ours, theirs in norms:
         assert float(ours) == pytest.approx(float(theirs), rel=1e-6) and float(ours) > 0.1
     assert set(re.findall(r"SEED (\d+)", result.stdout)) == {"42", "43"}
+    groups = sorted(set(re.findall(r"GROUP (\d+) (\d+) (\w+)", result.stdout)))
+    assert groups[:2] == [("0", "1", "True"), ("1", "1", "True")]  # the embedding and the output projection
+    assert all(int(tensors) > 1 and in_place == "False" for _, tensors, in_place in groups[2:]) and len(groups) < 9

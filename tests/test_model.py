@@ -216,6 +216,8 @@ def test_a_sequence_longer_than_the_model_is_refused(model):
         ["--warmup_steps", "-1"],
         ["--no_such_option"],
         ["--dataset", "text.txt"],
+        ["--use_real_data", "--dataset", "no/such.txt"],
+        ["--use_real_data", "--tokenizer", "./no_such_folder"],
         ["--eval_steps", "5"],
         ["--seed", "18446744073709551616"],
     ],
@@ -525,6 +527,34 @@ def test_more_gpus_never_need_more_each_nor_does_checkpointing(stage, offload, c
     assert expected_peak(8) <= peaks[8]
 
 
+def test_the_step_flattens_what_shares_a_sub_group_and_casts_what_fp32_masters_need(monkeypatch):
+    shape = "--hidden_dim 4096 --num_layers 32 --num_heads 32 --activation_checkpointing".split()
+    largest = 50_000 * 4096  # a sub-group by itself, as parameters come by size
+
+    def step_bytes(config):
+        device, _ = estimate(config, monkeypatch, *shape)
+        return [size for term, size in device.items() if term.startswith("step:")]
+
+    assert step_bytes("baseline") == [4 * largest]
+    (flat,) = step_bytes("bf16_full")
+    assert 2 * 50_000_000 <= flat < 2 * 67_200_000  # the least matrices, until they pass sub_group_size
+    assert step_bytes("bf16_full_sr_8bit") == [flat, 8 * train.PIECE]
+
+
+def test_deepspeeds_older_offload_keys_count_as_offload(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["train.py", "--deepspeed_config", "c.json"])
+    args = train.get_args()
+    config, _ = train.complete_config(train.load_deepspeed_config("configs/baseline.json"), args, 1)
+    estimates = []
+    for keys in (
+        {"cpu_offload": True, "cpu_offload_param": True},
+        {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+    ):
+        changed = config | {"zero_optimization": config["zero_optimization"] | keys}
+        estimates.append(train.estimate_memory(changed, args, 1))
+    assert estimates[0] == estimates[1] and "weights" in estimates[0][1]
+
+
 def test_the_estimate_of_a_large_shape_needs_no_gpu_launcher_or_weights(monkeypatch, capsys):
     shape = "--hidden_dim 8192 --num_layers 80 --num_heads 64 --seq_length 4096 --batch_size 1".split()
     options = [
@@ -544,7 +574,8 @@ def test_the_estimate_of_a_large_shape_needs_no_gpu_launcher_or_weights(monkeypa
     whole = 2 * (80 * 13 * 8192 + 50_000)  # biases and norms, which ZeRO-3 does not partition
     assert int(fields["model_state_bytes"]) - whole == pytest.approx(10 * 65_285_833_552 / 64, rel=1e-4)
     fewest = int(fields["fewest_gpus"])
-    assert 1 < fewest < 64 and f"it takes {fewest} GPU(s) of 80 GiB" in output
+    assert 1 < fewest < 64 and f"fewest GPUs that hold it: {fewest}\n" in output
+    assert output.count(": fits in 80 GiB") == output.count(": does not fit in 80 GiB") == 1  # with checkpointing alone
 
 
 OLDER_SHAPES = {
