@@ -116,14 +116,24 @@ def test_the_readmes_step_times_against_baseline_are_the_published_ones():
     assert times_s[0] <= times_s[1]
 
 
+def eight_bit_sizes(folder):
+    """{step: length of the 8-bit update over that of the FP32 update}, as text."""
+    text = (folder / "eight_bit_steps.txt").read_text()
+    return {int(step): size for step, size in re.findall(r"^Step (\d+):.* ([\d.]+) of its size", text, re.M)}
+
+
 def test_8_bit_updates_grow_larger_than_fp32_updates_as_the_readme_says():
-    text = (PUBLISHED / "eight_bit_steps.txt").read_text()
-    sizes = {int(step): size for step, size in re.findall(r"^Step (\d+):.* ([\d.]+) of its size", text, re.M)}
-    assert list(map(float, sizes.values())) == sorted(map(float, sizes.values()))
+    large, small = eight_bit_sizes(PUBLISHED), eight_bit_sizes(ROOT / "results" / "cpu")
+    assert list(map(float, large.values())) == sorted(map(float, large.values()))
     said = (
-        f"{sizes[20]} times as long as the FP32 update at step 20, {sizes[60]} at step 60 and {sizes[100]} at step 100"
+        f"{large[20]} times as long as the FP32 update at step 20, {large[60]} at step 60 and {large[100]} at step 100"
     )
     assert said in WORDS
+    assert f"{small[100]} times as long at step 100 and {small[500]} at step 500" in WORDS
+    last = (ROOT / "results/cpu/eight_bit_steps.txt").read_text().splitlines()[-1]
+    halved, of_fp32, of_8_bit = (f"{float(percent):.1f}%" for percent in re.findall(r"([\d.]+)%", last))
+    assert f"{halved} of the second moments" in WORDS
+    assert f"{of_8_bit} of the square of the 8-bit update ({of_fp32} of the FP32 one's)" in WORDS
 
 
 def estimated(capsys, monkeypatch, *options):

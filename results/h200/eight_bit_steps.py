@@ -10,8 +10,12 @@ import torch
 import train
 
 
-def dot(left, right):
-    return sum((a * b).sum(dtype=torch.float64) for a, b in zip(left, right, strict=True))
+def square_sum(tensor):
+    return tensor.square().sum(dtype=torch.float64)
+
+
+def flat(tensors):
+    return torch.cat([tensor.detach().flatten() for tensor in tensors])
 
 
 args = train.get_args()
@@ -40,22 +44,20 @@ for step in range(args.num_steps):
     before = [master.clone() for master in masters]
     optimizer.step()
     eight_bit.step()
-    steps, eight_bit_steps = (
-        [(after - old).detach() for after, old in zip(weights, before, strict=True)]
-        for weights in (masters, eight_bit_masters)
-    )
     if step % args.log_interval == 0 or step == args.num_steps - 1:
-        square = dot(steps, steps)
-        along, size = dot(eight_bit_steps, steps) / square, (dot(eight_bit_steps, eight_bit_steps) / square).sqrt()
-        moments = [state["exp_avg_sq"] for state in eight_bit.state.values() if "exp_avg_sq" in state]
-        values = [m.dequantize() if hasattr(m, "codes") else m for m in moments]
-        zero = sum(int((value == 0).sum()) for value in values) / sum(value.numel() for value in values)
-        zero -= sum(int((state["exp_avg_sq"] == 0).sum()) for state in optimizer.state.values()) / sum(
-            state["exp_avg_sq"].numel() for state in optimizer.state.values()
-        )
+        old, moments = flat(before), [state["exp_avg_sq"] for state in eight_bit.state.values()]
+        fp32_step, eight_bit_step = flat(masters) - old, flat(eight_bit_masters) - old
+        fp32_moment = flat(state["exp_avg_sq"] for state in optimizer.state.values())
+        eight_bit_moment = flat(m.dequantize() if hasattr(m, "codes") else m for m in moments)  # in the same order
+        halved = eight_bit_moment < fp32_moment / 2
+        fp32_square, eight_bit_square = (square_sum(step) for step in (fp32_step, eight_bit_step))
+        along = (fp32_step.double() * eight_bit_step).sum() / fp32_square
+        of_fp32, of_eight_bit = square_sum(fp32_step[halved]), square_sum(eight_bit_step[halved])
         print(
-            f"Step {step}: loss {loss:.4f}, the 8-bit step is {along:.3f} of the FP32 step along it, {size:.3f} of its "
-            f"size; {zero:.2%} of the second moments are 0 in 8 bits alone",
+            f"Step {step}: loss {loss:.4f}, the 8-bit step is {along:.3f} of the FP32 step along it, "
+            f"{(eight_bit_square / fp32_square).sqrt():.3f} of its size; {halved.double().mean():.3%} of the second "
+            f"moments are less than half of their FP32 value in 8 bits: of the steps' squares their weights make "
+            f"{of_fp32 / fp32_square:.3%} in FP32, {of_eight_bit / eight_bit_square:.3%} in 8 bits",
             flush=True,
         )
     with torch.no_grad():
