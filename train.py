@@ -1386,6 +1386,9 @@ def run(args, config, notices, rank, world_size, progress):
     if not probe.supported:
         say(f"Notice: no update ratio: it is defined for AdamW, not for {type(engine.basic_optimizer).__name__}")
 
+    if wants_torchao(config):
+        say("Notice: the first step compiles torchao's optimizer, which takes up to a minute")
+
     logs = {open_log(f"--{option}", path, "w"): n for option, n in columns.items() if (path := getattr(args, option))}
 
     def write_row(*cells):
