@@ -133,6 +133,7 @@ def test_stochastic_rounding_with_the_same_seed_gives_the_same_losses(tmp_path):
     assert all(result.returncode == 0 for result in results), results[0].stderr[-2000:]
     first, again, other = (losses_of(tmp_path / f"{i}.csv") for i in range(3))
     assert first == again and first != other
+    assert results[0].stdout.index("Notice: the first step compiles") < results[0].stdout.index("Step 0:")
 
 
 def test_stochastic_rounding_learns_what_rounding_to_nearest_loses(tmp_path, text_and_tokenizer):
