@@ -744,10 +744,11 @@ def model_sizes(args):
 
 @functools.cache
 def parameter_sizes(sizes):
-    """(elements of each parameter in the model's order, elements of a block), without any memory for them."""
+    """(elements of each parameter, largest first, elements of a block), without any memory for them."""
     with torch.device("meta"):
         model = SimpleTransformerModel(*sizes)
-    return [p.numel() for p in model.parameters()], sum(p.numel() for p in model.layers[0].parameters())
+    largest_first = sorted((p.numel() for p in model.parameters()), reverse=True)
+    return largest_first, sum(p.numel() for p in model.layers[0].parameters())
 
 
 def estimate_memory(config, args, world_size):
@@ -766,8 +767,8 @@ def estimate_memory(config, args, world_size):
     zero, bf16 = config.get("zero_optimization", {}), config.get("bf16", {})
     stage = zero.get("stage", 0)
     sizes, block = parameter_sizes(model_sizes(args))
-    total, largest = sum(sizes), max(sizes)
-    partitions = sorted((math.ceil(size / world_size) for size in sizes), reverse=True) if stage else sizes
+    total, largest = sum(sizes), sizes[0]
+    partitions = [math.ceil(size / world_size) for size in sizes] if stage else sizes
     partitioned = sum(partitions)
 
     # Weights: the model's parameters, partitioned by stage 3. Gradients: one for each of them, partitioned from stage 2
@@ -782,11 +783,12 @@ def estimate_memory(config, args, world_size):
         "master_weights": 0 if item == 4 and not stage else master_item * partitioned,
         "moments": 2 * (2 if bf16.get("bf16_optimizer_states") else 4) * partitioned,
     }
-    groups = [[]]  # elements of each tensor of each sub-group, as DeepSpeed cuts them
+    groups = [[0, 0]]  # elements and tensors of each sub-group, as DeepSpeed cuts them
     for size in partitions:
-        if stage == 3 and sum(groups[-1]) >= zero.get("sub_group_size", 10**9):
-            groups.append([])
-        groups[-1].append(size)
+        if stage == 3 and groups[-1][0] >= zero.get("sub_group_size", 10**9):
+            groups.append([0, 0])
+        groups[-1][0] += size
+        groups[-1][1] += 1
     eight_bit = config["optimizer"]["type"] == "AdamW8bit"
     if eight_bit:  # a byte each, and an fp32 scale for each block
         states["moments"] = 2 * partitioned + 2 * partitioned // BLOCK * 4
@@ -817,17 +819,17 @@ def estimate_memory(config, args, world_size):
     if stage == 3 and (world_size > 1 or offloads(config, "param")):
         device["backward: gathered weights"] = item * live
     if offloads(config, "optimizer"):
-        transit = (item + 4) * max(partitions)
+        transit = (item + 4) * partitions[0]
         device["backward: the loss, or a gradient sent to the host, also in FP32"] = max(loss, transit)
     else:
         device["backward: the loss (a slice of the logits, FP32 and twice BF16)"] = loss
         cast = master_item if master_item != item else 0
         # A tensor that is a sub-group by itself is flat already; the masters' gradient is cast to their precision.
         device["step: a sub-group's flat gradient, and its cast to FP32"] = max(
-            ((item if len(group) > 1 else 0) + cast) * sum(group) for group in groups
+            ((item if tensors > 1 else 0) + cast) * elements for elements, tensors in groups
         )
         if eight_bit:
-            device["step: a piece's two 8-bit moments in FP32"] = 8 * min(PIECE, max(map(sum, groups)))
+            device["step: a piece's two 8-bit moments in FP32"] = 8 * min(PIECE, max(groups)[0])
     return device, host
 
 
@@ -1167,10 +1169,11 @@ def create_engine(args, config):
             section = config.pop("optimizer")  # DeepSpeed knows no such optimizer: it gets it made
             optimizer = torchao_adamw(parameters, section["type"], section["params"])
         engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, optimizer=optimizer, config=config)
-        for of_block in getattr(engine.optimizer, "leaf_parameters", {}).values():
-            of_block.sort(key=lambda p: p.ds_numel)  # large gradients overflow the bucket: let small ones share one
         zero = engine.optimizer
-        if zero3 and not zero.offload_optimizer and not getattr(zero, "use_muon", False):  # which scales some of them
+        for of_block in getattr(zero, "leaf_parameters", {}).values():
+            of_block.sort(key=lambda p: p.ds_numel)  # large gradients overflow the bucket: let small ones share one
+        # Offloaded gradients have norms of their own; Muon's updates may need a scale that norm_of_all leaves out.
+        if zero3 and not zero.offload_optimizer and not getattr(zero, "use_muon", False):
             zero._get_norm_groups = functools.partial(norm_of_all, zero)
         if deepcompile:
             engine.compile()
@@ -1385,7 +1388,6 @@ def run(args, config, notices, rank, world_size, progress):
     update_ratios, changed_shares = [], []
     if not probe.supported:
         say(f"Notice: no update ratio: it is defined for AdamW, not for {type(engine.basic_optimizer).__name__}")
-
     if wants_torchao(config):
         say("Notice: the first step compiles torchao's optimizer, which takes up to a minute")
 

@@ -4,6 +4,7 @@ import re
 
 import pytest
 from conftest import ROOT, run, train
+from test_model import estimate
 
 import gather_memory
 import train as toolkit
@@ -257,11 +258,7 @@ def test_bf16_masters_save_no_gpu_memory_that_offload_does_not():
 @pytest.mark.parametrize("config", ["baseline", "bf16_full", "bf16_full_sr", "bf16_full_sr_8bit"])
 def test_the_readmes_largest_models_are_those_of_the_published_runs(config, monkeypatch):
     def fits(layers):
-        options = [*OPTIONS_OF_LARGEST.split(), "--num_layers", str(layers)]
-        monkeypatch.setattr("sys.argv", ["train.py", "--deepspeed_config", f"configs/{config}.json", *options])
-        args = toolkit.get_args()
-        content, _ = toolkit.complete_config(toolkit.load_deepspeed_config(args.deepspeed_config), args, 1)
-        device, _ = toolkit.estimate_memory(content, args, 1)
+        device, _ = estimate(config, monkeypatch, *OPTIONS_OF_LARGEST.split(), "--num_layers", str(layers))
         return toolkit.expected_peak(device) + toolkit.CUDA_CONTEXT_BYTES <= 143_771 * 2**20
 
     def cell(log, layers):

@@ -32,6 +32,7 @@ eight_bit_masters = [master.clone().requires_grad_() for master in masters]
 optimizer = torch.optim.AdamW(masters, **params)
 eight_bit = train.torchao_adamw(eight_bit_masters, "AdamW8bit", params)
 for step in range(args.num_steps):
+    log_step = step % args.log_interval == 0 or step == args.num_steps - 1
     input_ids = next(batches).to(device)
     model.zero_grad()
     loss = model(input_ids, input_ids)
@@ -41,16 +42,16 @@ for step in range(args.num_steps):
     torch.nn.utils.clip_grad_norm_(masters, config["gradient_clipping"])
     for copy, master in zip(eight_bit_masters, masters, strict=True):
         copy.grad = master.grad.clone()
-    before = [master.clone() for master in masters]
+    before = flat(masters) if log_step else None
     optimizer.step()
     eight_bit.step()
-    if step % args.log_interval == 0 or step == args.num_steps - 1:
-        old, moments = flat(before), [state["exp_avg_sq"] for state in eight_bit.state.values()]
-        fp32_step, eight_bit_step = flat(masters) - old, flat(eight_bit_masters) - old
+    if log_step:
+        fp32_step, eight_bit_step = flat(masters) - before, flat(eight_bit_masters) - before
+        moments = [state["exp_avg_sq"] for state in eight_bit.state.values()]
         fp32_moment = flat(state["exp_avg_sq"] for state in optimizer.state.values())
         eight_bit_moment = flat(m.dequantize() if hasattr(m, "codes") else m for m in moments)  # in the same order
         halved = eight_bit_moment < fp32_moment / 2
-        fp32_square, eight_bit_square = (square_sum(step) for step in (fp32_step, eight_bit_step))
+        fp32_square, eight_bit_square = square_sum(fp32_step), square_sum(eight_bit_step)
         along = (fp32_step.double() * eight_bit_step).sum() / fp32_square
         of_fp32, of_eight_bit = square_sum(fp32_step[halved]), square_sum(eight_bit_step[halved])
         print(
