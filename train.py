@@ -72,6 +72,7 @@ STATE_PARTS = ("weights", "gradients", "master_weights", "moments")
 BLOCK = 256  # elements of an 8-bit moment that share one fp32 scale, as in torchao
 PIECE = 2**26  # elements stepped at once with 8-bit moments, which are in fp32 while they change
 UPDATE_SAMPLES = 2**20  # master weights, over all ranks, on which the update ratio is measured
+EXACT_PART = 1 / 8  # of them, whose moments are kept in fp32, too, for the adam ratio
 
 # Dense BF16 peak in TFLOP/s, from the vendors' data sheets, by a part of the device's name.
 PEAK_TFLOPS = {"H200": 989, "H100": 989, "A100": 312, "B200": 2250, "L40S": 362, "MI300X": 1307}
@@ -887,65 +888,98 @@ def report_estimate(args, config):
 
 
 class UpdateProbe:
-    """Effective update ratio: how much of AdamW's intended update reaches the master weights.
+    """How much of AdamW's update reaches the master weights, measured on a fixed random sample of them.
 
-    Over a fixed random sample of master weights, `applied` is their change in a step, and `intended` is AdamW's update
-    in fp32 from the moments after the step (Loshchilov & Hutter 2019, algorithm 2):
+    `applied` is their change in a step. It is held against AdamW's update in fp32 (Loshchilov & Hutter 2019, algorithm
+    2), -lr * (exp_avg / (1 - beta1^t) / (sqrt(exp_avg_sq / (1 - beta2^t)) + eps) + weight_decay * weight), of which
+    there are two: `intended`, from the optimizer's own moments after the step, and, on a part of the sample, `exact`,
+    from moments that are kept in fp32 here, of the same gradients since the first step.
 
-        intended = -lr * (exp_avg / (1 - beta1^t) / (sqrt(exp_avg_sq / (1 - beta2^t)) + eps) + weight_decay * weight)
-        ratio = <applied, intended> / <intended, intended>
+        update ratio = <applied, intended> / <intended, intended>    what the rounding of weights leaves
+        adam ratio   = <applied, exact> / <exact, exact>             what the rounding of weights and moments leaves
 
-    Exact arithmetic applies what is intended: the ratio is 1. So does stochastic rounding in expectation: its error
-    has mean zero whatever `intended` is, and averages out over the sample. Rounding to nearest drops each update
-    smaller than half the spacing of its weight: the ratio falls.
+    Exact arithmetic applies what is intended: both are 1. So does stochastic rounding in expectation: its error has
+    mean zero whatever `intended` is, and averages out over the sample. Rounding to nearest drops each update smaller
+    than half the spacing of its weight: both fall. Moments lose what is smaller than half of theirs, which makes the
+    update smaller, or larger where it is the second moment that should have grown. 8-bit moments that are rounded
+    to 0 intend infinite updates, so with them there is no update ratio, only the adam ratio.
     """
 
-    SUPPORTED = ("AdamW", "FusedAdam", "DeepSpeedCPUAdam")  # with decoupled weight decay
+    SUPPORTED = ("AdamW", "AdamW8bit", "FusedAdam", "DeepSpeedCPUAdam")  # with decoupled weight decay
 
-    def __init__(self, optimizer, seed, samples):
-        """`samples` of this rank's master weights, over all tensors in proportion to their size, or all there are."""
-        self.optimizer, self.seed, self.samples, self.parts = optimizer, seed, samples, []
+    def __init__(self, optimizer, seed, share):
+        """`share` of the elements of each master weight are sampled, all of them from 1 on."""
+        self.optimizer, self.seed, self.share, self.parts = optimizer, seed, share, []
+        self.generator = torch.Generator().manual_seed(seed)
+        self.exact = {}  # of each master weight: sampled elements, exp_avg and exp_avg_sq in fp32
+        self.gradients = {}  # of a step, in the same order
         self.supported = type(optimizer).__name__ in self.SUPPORTED and getattr(optimizer, "adam_w_mode", True)
-
-    def before_step(self):
-        """Remember the sampled weights. Before the first step there are no moments, and nothing is sampled."""
-        states = [
-            (weight, state)
-            for weight, state in self.optimizer.state.items()
-            if "exp_avg" in state and state["exp_avg"].shape == weight.shape  # not swapped to NVMe
-        ]
-        total = sum(weight.numel() for weight, _ in states)
-        generator = torch.Generator().manual_seed(self.seed)
-        self.group = dict(self.optimizer.param_groups[0])  # a scheduler changes lr after the step
-        self.parts = []
-        for weight, state in states:
-            size = weight.numel()
-            count = math.ceil(self.samples * size / total)
-            index = torch.randint(size, (count,), generator=generator) if count < size else torch.arange(size)
-            index = index.to(weight.device, torch.int32 if size < 2**31 else torch.int64)
-            self.parts.append((weight, state, index, self.sampled(weight, index)))
+        if self.supported:
+            optimizer.register_step_pre_hook(self.sample_gradients)
 
     @staticmethod
     def sampled(tensor, index):
         return tensor.detach().flatten().index_select(0, index).float()
 
+    @staticmethod
+    def draw(weight, share, generator):
+        """Indices of a random `share` of the weight's elements, all of them in order from 1 on."""
+        size = weight.numel()
+        count = math.ceil(share * size)
+        index = torch.randint(size, (count,), generator=generator) if count < size else torch.arange(size)
+        return index.to(weight.device, torch.int32 if size < 2**31 else torch.int64)
+
+    def sample_gradients(self, optimizer, *_):
+        """Before each step of the optimizer, which ZeRO-3 takes for one sub-group at a time."""
+        for weight in (weight for group in optimizer.param_groups for weight in group["params"]):
+            if weight.grad is not None:
+                if weight not in self.exact:
+                    index = self.draw(weight, self.share * EXACT_PART, self.generator)
+                    self.exact[weight] = (index, *torch.zeros(2, len(index), device=weight.device))
+                self.gradients[weight] = self.sampled(weight.grad, self.exact[weight][0])
+
+    def keep_moments(self):
+        """After each step: move the fp32 moments by the gradients that it took."""
+        if self.gradients:
+            gradients = list(self.gradients.values())
+            beta1, beta2 = self.optimizer.param_groups[0]["betas"]
+            exp_avg, exp_avg_sq = zip(*(self.exact[weight][1:] for weight in self.gradients), strict=True)
+            torch._foreach_lerp_(exp_avg, gradients, 1 - beta1)
+            torch._foreach_mul_(exp_avg_sq, beta2)
+            torch._foreach_addcmul_(exp_avg_sq, gradients, gradients, 1 - beta2)
+            self.gradients = {}
+
+    def before_step(self):
+        """Remember the sampled weights. Before the first step none are known, and nothing is sampled."""
+        generator = torch.Generator().manual_seed(self.seed)
+        self.group = dict(self.optimizer.param_groups[0])  # a scheduler changes lr after the step
+        for weight, (exact_index, *_) in self.exact.items():
+            samples, state = {"exact": exact_index}, self.optimizer.state.get(weight, {})
+            if "exp_avg" in state and state["exp_avg"].shape == weight.shape:  # neither 8-bit nor swapped to NVMe
+                samples["intended"] = self.draw(weight, self.share, generator)
+            self.parts += [(weight, kind, index, self.sampled(weight, index)) for kind, index in samples.items()]
+
     def after_step(self):
-        """Sums over this rank's sample: [<applied, intended>, <intended, intended>, weights changed, weights]."""
-        sums = [0.0, 0.0, 0.0, 0.0]
-        if not self.parts:
-            return sums
-        lr, eps, weight_decay = (float(self.group[key]) for key in ("lr", "eps", "weight_decay"))
-        beta1, beta2 = self.group["betas"]
-        t = max(float(state["step"]) for _, state, _, _ in self.parts)
-        for weight, state, index, before in self.parts:
-            exp_avg = self.sampled(state["exp_avg"], index) / (1 - beta1**t)
-            exp_avg_sq = self.sampled(state["exp_avg_sq"], index) / (1 - beta2**t)
-            intended = -lr * (exp_avg / (exp_avg_sq.sqrt() + eps) + weight_decay * before)
+        """Sums over this rank's sample: <applied, intended>, <intended, intended>, weights changed, weights;
+        <applied, exact>, <exact, exact>."""
+        sums = {"intended": [0.0] * 4, "exact": [0.0] * 4}
+        if self.parts:
+            lr, eps, weight_decay = (float(self.group[key]) for key in ("lr", "eps", "weight_decay"))
+            beta1, beta2 = self.group["betas"]
+            t = max(float(state["step"]) for state in self.optimizer.state.values())
+        for weight, kind, index, before in self.parts:
+            if kind == "exact":
+                _, exp_avg, exp_avg_sq = self.exact[weight]
+            else:
+                state = self.optimizer.state[weight]
+                exp_avg, exp_avg_sq = (self.sampled(state[name], index) for name in ("exp_avg", "exp_avg_sq"))
+            denominator = (exp_avg_sq / (1 - beta2**t)).sqrt() + eps
+            update = -lr * (exp_avg / (1 - beta1**t) / denominator + weight_decay * before)
             applied = self.sampled(weight, index) - before
-            terms = (applied * intended, intended * intended, applied != 0, torch.ones_like(before))
-            sums = [total + term.double().sum().item() for total, term in zip(sums, terms, strict=True)]
+            terms = (applied * update, update * update, applied != 0, torch.ones_like(before))
+            sums[kind] = [a + term.double().sum().item() for a, term in zip(sums[kind], terms, strict=True)]
         self.parts = []
-        return sums
+        return sums["intended"] + sums["exact"][:2]
 
 
 def model_states(engine):
@@ -1384,8 +1418,8 @@ def run(args, config, notices, rank, world_size, progress):
     say(f"Model: {total_parameters:,} parameters, {trainable_parameters:,} trainable")
     say(f"Initialised: peak={format_memory(init_peak)}")
 
-    probe = UpdateProbe(engine.basic_optimizer, args.seed, math.ceil(UPDATE_SAMPLES / world_size))
-    update_ratios, changed_shares = [], []
+    probe = UpdateProbe(engine.basic_optimizer, args.seed, UPDATE_SAMPLES / total_parameters)
+    update_ratios, changed_shares, adam_ratios = [], [], []
     if not probe.supported:
         say(f"Notice: no update ratio: it is defined for AdamW, not for {type(engine.basic_optimizer).__name__}")
     if wants_torchao(config):
@@ -1421,16 +1455,20 @@ def run(args, config, notices, rank, world_size, progress):
         step_times_s.append(elapsed_s)
         loss_history.append((step, loss))
         write_row(str(step), f"{loss:.6f}", f"{elapsed_s:.6f}", *(f"{value:.0f}" for value in highest))
+        probe.keep_moments()
         tracking_s += time.perf_counter() - end
         if log_step:
             allocated, reserved, peak = map(format_memory, highest)
             line = f"Step {step}: loss={loss:.4f}, time={elapsed_s:.4f}s"
             line += f", allocated={allocated}, reserved={reserved}, peak={peak}"
-            product, square, changed, sampled = over_ranks(probe.after_step(), "SUM")
+            product, square, changed, sampled, exact_product, exact_square = over_ranks(probe.after_step(), "SUM")
             if square > 0:
                 update_ratios.append(product / square)
                 changed_shares.append(changed / sampled)
                 line += f", update_ratio={update_ratios[-1]:.3f}, changed_share={changed_shares[-1]:.3f}"
+            if exact_square > 0:
+                adam_ratios.append((step, exact_product / exact_square))
+                line += f", adam_ratio={adam_ratios[-1][1]:.3f}"
             say(line)
         if not math.isfinite(loss):
             say(summary_line(args.deepspeed_config, "FAILED", reason="NOT_FINITE", step=step, loss=loss))
@@ -1448,6 +1486,12 @@ def run(args, config, notices, rank, world_size, progress):
     write_snapshot(args)
     memory_fields = measure_memory(args, config, engine, memory, world_size, say)
     mean_s, speed_fields = measure_speed(args, config, engine, step_times_s, world_size, say)
+
+    def tail_mean(values):
+        """Mean over those of the last tenth of the steps, or the last one; `values` are pairs of (step, value)."""
+        first = args.num_steps - math.ceil(args.num_steps / 10)
+        return statistics.fmean([value for step, value in values if step >= first] or [values[-1][1]])
+
     fields = {
         "params": total_parameters,
         **{key: memory_fields[key] for key in ("peak_mem_bytes", "alloc_mem_bytes")},
@@ -1458,10 +1502,11 @@ def run(args, config, notices, rank, world_size, progress):
         **speed_fields,
         "tracking_time": f"{tracking_s / args.num_steps:.6f}",
         "final_loss": f"{loss:.4f}",
-        "tail_loss": f"{statistics.fmean(loss for _, loss in loss_history[-math.ceil(args.num_steps / 10) :]):.4f}",
+        "tail_loss": f"{tail_mean(loss_history):.4f}",
         **({"eval_loss": f"{eval_loss:.4f}"} if args.eval_steps else {}),
         **({"update_ratio": f"{statistics.fmean(update_ratios):.4f}"} if update_ratios else {}),
         **({"changed_share": f"{statistics.fmean(changed_shares):.4f}"} if changed_shares else {}),
+        **({"adam_ratio": f"{tail_mean(adam_ratios):.4f}"} if adam_ratios else {}),
         **{key: getattr(args, key) for key in SHAPE_KEYS},
         "gradient_accumulation_steps": accumulation,
         "activation_checkpointing": int(args.activation_checkpointing),

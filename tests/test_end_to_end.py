@@ -94,11 +94,14 @@ def test_the_update_ratio_shows_that_bf16_master_weights_lose_updates(sweep_on_o
     for log_dir, _ in (sweep_on_one_process, sweep_on_two_processes):
         summaries = {name: summary_of((log_dir / f"{name}.log").read_text()) for name in CONFIGS}
         assert summaries["baseline"]["update_ratio"] == pytest.approx(1, abs=2e-3)
+        assert summaries["baseline"]["adam_ratio"] == pytest.approx(1, abs=2e-3)
         assert summaries["baseline"]["changed_share"] > 0.95
         for name in ("bf16_master_wg", "bf16_full"):
             assert 0 < summaries[name]["update_ratio"] < 0.9 and summaries[name]["changed_share"] < 0.5
+            assert 0 < summaries[name]["adam_ratio"] < 0.9
         assert summaries["bf16_full_sr"]["update_ratio"] == pytest.approx(1, abs=0.05)
         assert summaries["bf16_full_sr"]["changed_share"] < 0.5
+        assert summaries["bf16_full_sr"]["adam_ratio"] == pytest.approx(1, abs=0.05)
         assert "of the update is lost to rounding" in (log_dir / "summary.txt").read_text()
 
 
@@ -246,6 +249,7 @@ def test_any_deepspeed_configuration_trains(changes, tmp_path):
     first, last = (float(loss) for loss in re.findall(r"^Step (?:0|5): loss=([\d.]+)", result.stdout, re.M))
     assert abs(first - 6.3) < 0.4 and last < 7.5  # log(512) = 6.24
     assert summary["update_ratio"] == pytest.approx(1, abs=5e-3)
+    assert summary["adam_ratio"] == pytest.approx(1, abs=5e-3)
     assert summary["expected_state_bytes"] == pytest.approx(summary["model_state_bytes"], rel=0.01)
     rates = (tmp_path / "monitor" / "job" / "Train_Samples_lr.csv").read_text().split()
     assert len(rates) == 6 + 1  # a header, and one row an optimizer step

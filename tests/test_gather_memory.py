@@ -276,6 +276,24 @@ def test_lost_updates_are_shown_and_warned_of(tmp_path, monkeypatch, capsys):
     assert len(warnings) == 1 and "76% of the update is lost" in warnings[0]
 
 
+def test_updates_that_low_precision_moments_change_are_warned_of(tmp_path, monkeypatch, capsys):
+    rounded = " update_ratio=0.5000 changed_share=0.1000 adam_ratio=0.5100"  # explained by the weights alone
+    logs = {
+        "bf16_full": rounded,
+        "a": " adam_ratio=1.2580",
+        "b": " update_ratio=0.99 adam_ratio=0.7",
+        "c": " adam_ratio=x",
+    }
+    summaries = {name: FULL.replace("bf16_full", name) + fields for name, fields in logs.items()}
+    write_logs(tmp_path, baseline=BASELINE + " update_ratio=1.0000 adam_ratio=1.0000", **summaries)
+    _, report, _ = gather(tmp_path, monkeypatch, capsys)
+    assert row(report, "baseline").endswith(" 1.000") and row(report, "a").endswith("1.258")
+    warnings = [line for line in report.splitlines() if line.startswith("WARNING") and "moments" in line]
+    assert len(warnings) == 2
+    assert "a: its updates are 26% larger than with FP32 moments" in warnings[0]
+    assert "b: its updates are 30% smaller than with FP32 moments" in warnings[1]
+
+
 def test_a_name_cannot_break_the_markdown_table(tmp_path, monkeypatch, capsys):
     write_logs(tmp_path, baseline=BASELINE, bf16_full=FULL.replace("configs/bf16_full", "a|b<i>`"))
     _, report, _ = gather(tmp_path, monkeypatch, capsys)

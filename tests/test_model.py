@@ -729,7 +729,7 @@ def one_step(weight_dtype, learning_rate, round_stochastically=False):
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(20_000, generator=generator).to(weight_dtype).requires_grad_()
     optimizer = torch.optim.AdamW([weight], lr=learning_rate, weight_decay=0.1)
-    probe = train.UpdateProbe(optimizer, seed=0, samples=20_000)
+    probe = train.UpdateProbe(optimizer, seed=0, share=1)
     for _ in range(2):
         weight.grad = torch.randn(20_000, generator=generator).to(weight_dtype)
         probe.before_step()
@@ -745,31 +745,52 @@ def one_step(weight_dtype, learning_rate, round_stochastically=False):
 
 
 def test_the_update_ratio_is_1_for_exact_arithmetic_and_falls_with_bf16_rounding():
-    product, square, changed, sampled = one_step(torch.float32, 1e-4)
+    product, square, changed, sampled, *_ = one_step(torch.float32, 1e-4)
     assert product / square == pytest.approx(1, abs=1e-3) and changed > 0.99 * sampled == 19_800
-    ratios = [product / square for product, square, _, _ in (one_step(torch.bfloat16, lr) for lr in (1e-2, 1e-4, 1e-5))]
+    sums = [one_step(torch.bfloat16, learning_rate) for learning_rate in (1e-2, 1e-4, 1e-5)]
+    ratios = [product / square for product, square, *_ in sums]
     assert 1.1 > ratios[0] > 0.9 > ratios[1] > ratios[2]
 
 
 def test_the_update_ratio_of_stochastic_rounding_is_1_within_sampling_error():
-    product, square, changed, sampled = one_step(torch.bfloat16, 1e-4, round_stochastically=True)
+    product, square, changed, sampled, *_ = one_step(torch.bfloat16, 1e-4, round_stochastically=True)
     assert product / square == pytest.approx(1, abs=0.2) and changed < 0.5 * sampled
 
 
 def test_the_update_ratio_samples_all_tensors_in_proportion_and_the_same_each_time():
-    weights = [torch.randn(size, requires_grad=True) for size in (30_000, 10_000)]
+    weights = [torch.randn(size, requires_grad=True) for size in (32_000, 8_000)]
     optimizer = torch.optim.AdamW(weights)
-    probe = train.UpdateProbe(optimizer, seed=0, samples=4_000)
+    probe = train.UpdateProbe(optimizer, seed=0, share=0.1)
     samples = []
     for _ in range(3):
         for weight in weights:
             weight.grad = torch.randn_like(weight)
         probe.before_step()
-        samples.append([index.tolist() for _, _, index, _ in probe.parts])
+        samples.append({(len(index), kind): index.tolist() for _, kind, index, _ in probe.parts})
         optimizer.step()
-        product, square, _, sampled = probe.after_step()
-    assert samples[0] == [] and samples[1] == samples[2] and [len(index) for index in samples[1]] == [3_000, 1_000]
+        probe.keep_moments()
+        product, square, _, sampled, *_ = probe.after_step()
+    assert samples[0] == {} and samples[1] == samples[2]
+    assert set(samples[1]) == {(3_200, "intended"), (400, "exact"), (800, "intended"), (100, "exact")}
     assert sampled == 4_000 and product / square == pytest.approx(1, abs=1e-3)
+
+
+@pytest.mark.parametrize(("lost", "expected"), [(0, 1), (0.5, 1.4)])
+def test_the_adam_ratio_shows_what_moments_lose_and_the_update_ratio_does_not(lost, expected):
+    """After each step the second moments lose a part, as they do where they are rounded."""
+    weight = torch.randn(5_000, requires_grad=True)
+    optimizer = torch.optim.AdamW([weight], betas=(0.9, 0.95))
+    probe = train.UpdateProbe(optimizer, seed=0, share=1)
+    for step in range(60):
+        weight.grad = torch.randn_like(weight)
+        if step == 59:
+            optimizer.state[weight]["exp_avg_sq"] *= 1 - lost  # the step divides by its root
+            probe.before_step()
+        optimizer.step()
+        probe.keep_moments()
+    product, square, _, _, exact_product, exact_square = probe.after_step()
+    assert product / square == pytest.approx(1, abs=1e-3)
+    assert exact_product / exact_square == pytest.approx(expected, abs=1e-3 if lost == 0 else 0.1)
 
 
 def test_the_update_ratio_is_for_adamw_alone():
