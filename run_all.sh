@@ -106,8 +106,8 @@ elif [ -z "$hostfile" ] && [ "$num_gpus" -gt "$count" ]; then
   die "--num_gpus $num_gpus: this machine has $count"
 fi
 # A wrong option ends the sweep here, with train.py's own line, and not each configuration after its start.
-PYTHONPATH="$here" python3 -c "import train; train.get_args()" --deepspeed_config "${configs[0]}" "${preset[@]}" \
-  "${options[@]}" || exit 2
+PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}" python3 -c "import train; train.get_args()" \
+  --deepspeed_config "${configs[0]}" "${preset[@]}" "${options[@]}" || exit 2
 
 if [ -z "$log_dir" ]; then # a folder of its own, also beside a sweep that started in the same second
   mkdir -p "$here/logs" 2>/dev/null || die "$here/logs cannot be made; give --log_dir"

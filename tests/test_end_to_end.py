@@ -411,6 +411,13 @@ def test_a_bad_option_of_the_sweep_is_one_line_before_anything_starts(options):
     assert (result.returncode, result.stderr.count("\n")) == (2, 1), result.stderr
 
 
+def test_the_sweep_finds_packages_on_the_users_python_path(tmp_path):
+    """Also where it checks train.py's options, the only time that hjson is imported without DeepSpeed."""
+    (tmp_path / "hjson.py").write_text("import sys\nif 'deepspeed' not in sys.modules: sys.exit('found')\n")
+    result = run("./run_all.sh", "--log_dir", tmp_path / "logs", *TINY, PYTHONPATH=str(tmp_path))
+    assert (result.returncode, result.stderr) == (2, "found\n")
+
+
 @pytest.fixture
 def stub_launcher(tmp_path):
     """A folder with a `deepspeed` that prints its arguments, for what the sweep itself does."""

@@ -1,5 +1,6 @@
 """The model and the functions of train.py that need no launcher."""
 
+import argparse
 import inspect
 import math
 
@@ -84,6 +85,20 @@ def test_defaults_are_the_documented_ones(monkeypatch):
 
 def test_memory_is_formatted_in_units_of_1024():
     assert train.format_memory(4 * 1024**3) == "4.00 GB"
+
+
+def test_memory_stats_on_a_gpu_are_what_pytorch_itself_says_in_one_query(monkeypatch):
+    sizes = {"allocated_bytes.all.current": 3, "reserved_bytes.all.current": 7, "allocated_bytes.all.peak": 5}
+    queries = []
+    monkeypatch.setattr(train, "get_accelerator", lambda: argparse.Namespace(device_name=lambda: "cuda"))
+    for module in (torch.cuda, torch.cuda.memory):
+        monkeypatch.setattr(module, "memory_stats", lambda device=None: queries.append(device) or sizes)
+    memory = train.get_memory_stats()
+    assert len(queries) == 1 and memory == {
+        "allocated": torch.cuda.memory_allocated(),
+        "reserved": torch.cuda.memory_reserved(),
+        "peak": torch.cuda.max_memory_allocated(),
+    }
 
 
 def test_memory_stats_are_integer_bytes_and_the_peak_remembers_what_was_freed():
@@ -609,7 +624,9 @@ def test_the_estimate_holds_against_the_published_runs(log, monkeypatch):
     if "model_state_bytes" in summary:
         assert states == pytest.approx(summary["model_state_bytes"], rel=0.01)
     assert states + train.WORKSPACE_BYTES == pytest.approx(summary["alloc_mem_bytes"], rel=0.03)
-    assert train.expected_peak(device) == pytest.approx(summary["peak_mem_bytes"], rel=0.05)
+    offloaded = name in ("bf16_master_wg", "baseline_offload")
+    tolerance = 0.05 if summary["params"] < 6e9 else 0.005 if offloaded else 0.001
+    assert train.expected_peak(device) == pytest.approx(summary["peak_mem_bytes"], rel=tolerance)
 
 
 # Data

@@ -17,6 +17,9 @@ _, world_size = train.start_distributed(args)
 config, _ = train.complete_config(train.load_deepspeed_config(args.deepspeed_config), args, world_size)
 engine = train.create_engine(args, config)
 batches = train.random_batches(args.vocab_size, args.seq_length, args.batch_size, args.seed, 0)
+optimizer = engine.basic_optimizer
+probe = train.UpdateProbe(optimizer, args.seed, train.UPDATE_SAMPLES / train.count_parameters(engine.module)[0])
+optimizer._optimizer_step_pre_hooks.clear()  # it is there in the tracked steps alone
 log = train.open_log("--loss_log_file", "/tmp/tracking_cost.csv", "w")
 gc.collect()
 gc.freeze()
@@ -24,6 +27,7 @@ times_s, tracking_s = {False: [], True: []}, []
 for pair in range(args.num_steps):
     for tracked in (False, True) if pair % 2 == 0 else (True, False):
         micro_batches = [next(batches).cuda()]
+        hook = optimizer.register_step_pre_hook(probe.sample_gradients) if tracked else None
         torch.cuda.synchronize()
         start = time.perf_counter()
         loss = train.train_step(engine, micro_batches, {})
@@ -33,6 +37,8 @@ for pair in range(args.num_steps):
             loss = train.over_ranks([loss.item()], "SUM")[0] / world_size
             elapsed_s, *highest = train.over_ranks([end - start, *train.get_memory_stats().values()], "MAX")
             log.write(f"{pair},{loss:.6f}\n")
+            probe.keep_moments()
+            hook.remove()
             tracking_s.append(time.perf_counter() - end)
         times_s[tracked].append(time.perf_counter() - start)
 without, with_it = (times_s[key][args.warmup_steps :] for key in (False, True))
