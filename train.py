@@ -71,8 +71,8 @@ SHAPE_KEYS = ("hidden_dim", "num_layers", "num_heads", "vocab_size", "batch_size
 STATE_PARTS = ("weights", "gradients", "master_weights", "moments")
 BLOCK = 256  # elements of an 8-bit moment that share one fp32 scale, as in torchao
 PIECE = 2**26  # elements stepped at once with 8-bit moments, which are in fp32 while they change
-UPDATE_SAMPLES = 2**20  # master weights, over all ranks, on which the update ratio is measured
-EXACT_PART = 1 / 8  # of them, whose moments are kept in fp32, too, for the adam ratio
+UPDATE_SAMPLES = 2**20  # of the model's master weights, on which the update ratio is measured
+EXACT_PART = 1 / 8  # of as many, whose moments are kept in fp32, for the adam ratio
 
 # Dense BF16 peak in TFLOP/s, from the vendors' data sheets, by a part of the device's name.
 PEAK_TFLOPS = {"H200": 989, "H100": 989, "A100": 312, "B200": 2250, "L40S": 362, "MI300X": 1307}
@@ -899,7 +899,7 @@ class UpdateProbe:
 
     `applied` is their change in a step. It is held against AdamW's update in fp32 (Loshchilov & Hutter 2019, algorithm
     2), -lr * (exp_avg / (1 - beta1^t) / (sqrt(exp_avg_sq / (1 - beta2^t)) + eps) + weight_decay * weight), of which
-    there are two: `intended`, from the optimizer's own moments after the step, and, on a part of the sample, `exact`,
+    there are two: `intended`, from the optimizer's own moments after the step, and `exact`, on another, smaller sample,
     from moments that are kept in fp32 here, of the same gradients since the first step.
 
         update ratio = <applied, intended> / <intended, intended>    what the rounding of weights leaves
@@ -907,9 +907,9 @@ class UpdateProbe:
 
     Exact arithmetic applies what is intended: both are 1. So does stochastic rounding in expectation: its error has
     mean zero whatever `intended` is, and averages out over the sample. Rounding to nearest drops each update smaller
-    than half the spacing of its weight: both fall. Moments lose what is smaller than half of theirs, which makes the
-    update smaller, or larger where it is the second moment that should have grown. 8-bit moments that are rounded
-    to 0 intend infinite updates, so with them there is no update ratio, only the adam ratio.
+    than half the spacing of its weight: both fall. The adam ratio alone shows what moments lose by rounding. With 8-bit
+    moments it is the only one: those that are rounded to 0 after the step say nothing of what it intended. Both count
+    what goes along AdamW's update, not what goes across it.
     """
 
     SUPPORTED = ("AdamW", "AdamW8bit", "FusedAdam", "DeepSpeedCPUAdam")  # with decoupled weight decay
@@ -938,6 +938,7 @@ class UpdateProbe:
 
     def sample_gradients(self, optimizer, *_):
         """Before each step of the optimizer, which ZeRO-3 takes for one sub-group at a time."""
+        self.betas = optimizer.param_groups[0]["betas"]  # a scheduler changes them after the step
         for weight in (weight for group in optimizer.param_groups for weight in group["params"]):
             if weight.grad is not None:
                 if weight not in self.exact:
@@ -949,7 +950,7 @@ class UpdateProbe:
         """After each step: move the fp32 moments by the gradients that it took."""
         if self.gradients:
             gradients = list(self.gradients.values())
-            beta1, beta2 = self.optimizer.param_groups[0]["betas"]
+            beta1, beta2 = self.betas
             exp_avg, exp_avg_sq = zip(*(self.exact[weight][1:] for weight in self.gradients), strict=True)
             torch._foreach_lerp_(exp_avg, gradients, 1 - beta1)
             torch._foreach_mul_(exp_avg_sq, beta2)
@@ -961,8 +962,10 @@ class UpdateProbe:
         generator = torch.Generator().manual_seed(self.seed)
         self.group = dict(self.optimizer.param_groups[0])  # a scheduler changes lr after the step
         for weight, (exact_index, *_) in self.exact.items():
+            if not weight.numel():  # swapped to NVMe
+                continue
             samples, state = {"exact": exact_index}, self.optimizer.state.get(weight, {})
-            if "exp_avg" in state and state["exp_avg"].shape == weight.shape:  # neither 8-bit nor swapped to NVMe
+            if "exp_avg" in state and state["exp_avg"].shape == weight.shape:  # not 8-bit
                 samples["intended"] = self.draw(weight, self.share, generator)
             self.parts += [(weight, kind, index, self.sampled(weight, index)) for kind, index in samples.items()]
 

@@ -193,6 +193,7 @@ def test_the_live_states_have_the_size_and_precision_that_the_configuration_says
     moments = {dtype: int(size) for part, size, dtype in found if part == "moments"}
     if name == "bf16_full_sr_8bit":  # codes, a scale for each block of 256, and the fewer than 256 that are left over
         assert moments["uint8"] > 40 * moments["float32"] and moments.pop("bfloat16", 0) < 2 * 2 * 256
+        assert summary["adam_ratio"] == pytest.approx(1, abs=0.2) and "update_ratio" not in summary
     assert set(moments) == set(dtypes)
 
 
@@ -236,6 +237,21 @@ def test_the_states_are_as_expected_where_offloaded_gradients_accumulate(tmp_pat
             {"bf16": None, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, id="stage 3, torch_autocast"
         ),
         pytest.param({"zero_optimization": {"stage": 3, "cpu_offload": True}}, id="stage 3, offload by its older key"),
+        pytest.param(
+            {
+                "scheduler": {
+                    "type": "OneCycle",
+                    "params": {
+                        "cycle_min_lr": 1e-3,
+                        "cycle_max_lr": 1e-2,
+                        "cycle_first_step_size": 3,
+                        "cycle_min_mom": 0.5,
+                        "cycle_max_mom": 0.99,
+                    },
+                }
+            },
+            id="stage 3, betas that a scheduler changes",
+        ),
     ],
 )
 def test_any_deepspeed_configuration_trains(changes, tmp_path):
