@@ -38,6 +38,9 @@ LIKE_FOR_LIKE_KEYS = (
     "seq_length",
     "gradient_accumulation_steps",
     "activation_checkpointing",
+    "num_steps",
+    "learning_rate",
+    "data",
     "memory",
 )
 

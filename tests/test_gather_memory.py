@@ -254,6 +254,13 @@ def test_rows_that_are_not_like_for_like_are_named(tmp_path, monkeypatch, capsys
     assert f"WARNING: {get_config_name('bf16_full')} is not like for like: world_size is 2, the baseline's 1." in report
 
 
+@pytest.mark.parametrize("key", ["learning_rate", "num_steps", "data"])
+def test_losses_of_unlike_runs_are_warned_of(key, tmp_path, monkeypatch, capsys):
+    write_logs(tmp_path, baseline=f"{BASELINE} {key}=1", bf16_full=f"{FULL} {key}=2", other=f"{FULL} {key}=1")
+    _, report, _ = gather(tmp_path, monkeypatch, capsys)
+    assert report.count("is not like for like") == 1 and f"{key} is 2, the baseline's 1." in report
+
+
 def test_without_a_baseline_log_each_row_is_compared_with_the_baseline_of_its_size(tmp_path, monkeypatch, capsys):
     small = "SUMMARY: config={}.json params=1000 peak_mem_bytes={} alloc_mem_bytes=16000 avg_step_time=0.1"
     small_baseline, small_full = small.format("baseline", 20000), small.format("bf16_full", 15000)

@@ -76,6 +76,8 @@ def test_stochastic_rounding_learns_as_the_baseline_does_and_rounding_to_nearest
     assert f"losses end {min(above):.3f} to {max(above):.3f} above the baseline's" in WORDS
     for summary, base in zip(rounded, baseline, strict=True):
         assert abs(summary["eval_loss"] - base["eval_loss"]) < 0.02
+    log = (PUBLISHED / "parity_lr_1e-4" / "bf16_full.log").read_text()
+    assert f"{float(re.search(r'^Step 50: .*update_ratio=([0-9.]+)', log, re.M)[1]):.2f} at step 50" in WORDS
     for summary, base in zip(nearest, baseline, strict=True):
         assert summary["tail_loss"] > base["tail_loss"] + 0.3
 
@@ -100,7 +102,7 @@ def test_moments_change_updates_as_the_readme_says():
     assert f"goes up to {100 * float(max(small)) - 100:.0f} % [further" in README
     pairs = zip(parity_runs("baseline"), parity_runs("bf16_full_sr_8bit"), strict=True)
     below = [baseline["tail_loss"] - summary["tail_loss"] for baseline, summary in pairs]
-    assert min(below) > 0 and f"lower than the baseline's, by up to {max(below):.2f} (" in WORDS
+    assert min(below) > 0 and f"lower than the baseline's, by up to {max(below):.2f}, in the small" in WORDS
 
 
 def test_what_the_readme_says_of_a_small_model_is_in_its_logs():
@@ -109,14 +111,15 @@ def test_what_the_readme_says_of_a_small_model_is_in_its_logs():
     baseline, sixteen_bit, eight_bit, beta2 = (summary_of(f"6.6m_text/{name}", published) for name in names)
     assert f"small model at {eight_bit['tail_loss']:.2f} instead of {baseline['tail_loss']:.2f}" in WORDS
     assert f"1e-4) {eight_bit['adam_ratio']:.2f} times after 500 steps" in WORDS
-    assert f"BF16 moments go {sixteen_bit['adam_ratio']:.2f} times and" in WORDS
-    assert f"β₂ = 0.95 makes it {beta2['adam_ratio']:.2f}" in WORDS
+    assert f"BF16 moments there {sixteen_bit['adam_ratio']:.2f} times" in WORDS
+    assert f"({beta2['adam_ratio']:.2f} with β₂ = 0.95)" in WORDS
     assert f"at 254M, {100 * eight_bit['adam_ratio'] - 100:.0f} % in a small model" in README
     last = (published / "eight_bit_steps.txt").read_text().splitlines()[-1]
     assert last.startswith("Step 500: ")
+    assert f"{float(re.search(r'([0-9.]+) of the FP32 step along', last)[1]):.1f} times as far, one sees why" in WORDS
     halved, of_fp32, of_8_bit = (f"{float(percent):.1f}%" for percent in re.findall(r"([\d.]+)%", last))
     assert f"{halved} of the second moments" in WORDS
-    assert f"{of_8_bit} of the square of the 8-bit update, {of_fp32} of the FP32 one's" in WORDS
+    assert f"{of_8_bit} in 8 bits and {of_fp32} in FP32" in WORDS
 
 
 @pytest.mark.parametrize(
@@ -160,16 +163,11 @@ def test_the_published_steps_took_no_more_than_80_ms_at_254m_and_0_43_s_at_6_86b
 
 def test_the_readmes_step_times_against_baseline_are_the_published_ones():
     paired = paired_medians_ms("paired_steps")
-    for name, at_254m, at_6_86b in (
-        ("bf16_full_sr", "[5 % longer]", "[3 % less]"),
-        ("bf16_full_sr_8bit", "took 8 % longer at 254M", "1 % at 6.86B"),
-    ):
+    for name, at_254m in (("bf16_full_sr", "[5 % longer]"), ("bf16_full_sr_8bit", "took 8 % longer at 254M")):
+        assert f"{100 * (paired[name] / paired['baseline'] - 1):.0f} % longer" in at_254m and at_254m in WORDS
         big = [summary_of(f"6.86b_checkpointing/{config}")["avg_step_time"] for config in (name, "baseline")]
-        for ratio, text in ((paired[name] / paired["baseline"], at_254m), (big[0] / big[1], at_6_86b)):
-            assert f"{abs(100 * (ratio - 1)):.0f} %" in text and ("less" in text) == (ratio < 1) and text in WORDS
-    assert paired["bf16_full"] <= paired["baseline"]  # "Steps are no slower"
-    times_s = [summary_of(f"6.86b_checkpointing/{config}")["avg_step_time"] for config in ("bf16_full", "baseline")]
-    assert times_s[0] <= times_s[1]
+        assert big[0] == pytest.approx(big[1], rel=0.05)  # "as long"
+    assert paired["bf16_full"] == pytest.approx(paired["baseline"], rel=0.05)  # "Steps take about as long"
 
 
 def estimated(capsys, monkeypatch, *options):
@@ -255,17 +253,14 @@ def test_the_figures_in_the_readmes_text_are_those_of_the_published_runs():
     times_s = sorted(summary_of(f"{folder}/bf16_full_sr_8bit_56")["avg_step_time"] for folder in folders)
     assert "those with 8-bit moments {:.2f} and {:.2f} s".format(*times_s) in WORDS
     for name, text in (
-        (
-            "baseline_offload",
-            "{:.1f} times the step time of `baseline` at 254M (2048 tokens a step), {:.0f} times at 6.86B",
-        ),
-        ("bf16_master_wg", "{:.1f} times and {:.0f} times; loses"),
+        ("baseline_offload", "{:.1f} to {:.1f} times the step time of `baseline` at 254M (2048 tokens a step"),
+        ("bf16_master_wg", "{:.1f} to {:.1f} times and {:.0f} times; loses"),
     ):
         longer = [
             summary_of(f"{folder}/{name}")["avg_step_time"] / summary_of(f"{folder}/baseline")["avg_step_time"]
-            for folder in ("254m", "6.86b_checkpointing")
+            for folder in ("254m_checkpointing", "254m", "6.86b_checkpointing")
         ]
-        assert text.format(*longer) in WORDS
+        assert text.format(*longer) in WORDS and f"{longer[2]:.0f} times" in WORDS
     hosts = [summary_of(f"6.86b_checkpointing/{name}") for name in ("baseline_offload", "bf16_master_wg")]
     gigabytes, times_s = ([summary[key] for summary in hosts] for key in ("host_peak_bytes", "avg_step_time"))
     said = "took {:.1f} and {:.1f} GB".format(*(size / 1024**3 for size in gigabytes))
