@@ -1027,6 +1027,12 @@ def over_ranks(values, op):
     return tensor.tolist()
 
 
+def tail_mean(values, num_steps):
+    """Mean over the last tenth of the steps of `values`, pairs of (step, value); the last one where it has none."""
+    first = num_steps - math.ceil(num_steps / 10)
+    return statistics.fmean([value for step, value in values if step >= first] or [values[-1][1]])
+
+
 def environment_line():
     """One `ENV:` line: device and versions, values without spaces."""
     import deepspeed
@@ -1496,12 +1502,6 @@ def run(args, config, notices, rank, world_size, progress):
     write_snapshot(args)
     memory_fields = measure_memory(args, config, engine, memory, world_size, say)
     mean_s, speed_fields = measure_speed(args, config, engine, step_times_s, world_size, say)
-
-    def tail_mean(values):
-        """Mean over those of the last tenth of the steps, or the last one; `values` are pairs of (step, value)."""
-        first = args.num_steps - math.ceil(args.num_steps / 10)
-        return statistics.fmean([value for step, value in values if step >= first] or [values[-1][1]])
-
     fields = {
         "params": total_parameters,
         **{key: memory_fields[key] for key in ("peak_mem_bytes", "alloc_mem_bytes")},
@@ -1512,11 +1512,11 @@ def run(args, config, notices, rank, world_size, progress):
         **speed_fields,
         "tracking_time": f"{tracking_s / args.num_steps:.6f}",
         "final_loss": f"{loss:.4f}",
-        "tail_loss": f"{tail_mean(loss_history):.4f}",
+        "tail_loss": f"{tail_mean(loss_history, args.num_steps):.4f}",
         **({"eval_loss": f"{eval_loss:.4f}"} if args.eval_steps else {}),
         **({"update_ratio": f"{statistics.fmean(update_ratios):.4f}"} if update_ratios else {}),
         **({"changed_share": f"{statistics.fmean(changed_shares):.4f}"} if changed_shares else {}),
-        **({"adam_ratio": f"{tail_mean(adam_ratios):.4f}"} if adam_ratios else {}),
+        **({"adam_ratio": f"{tail_mean(adam_ratios, args.num_steps):.4f}"} if adam_ratios else {}),
         **{key: getattr(args, key) for key in (*SHAPE_KEYS, "num_steps", "seed")},
         "learning_rate": config["optimizer"]["params"].get("lr", "default"),
         "data": args.dataset if args.use_real_data else "random_tokens",

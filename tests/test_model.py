@@ -858,6 +858,12 @@ def test_a_weight_whose_memory_is_on_a_disk_has_no_ratio():
     assert probe.after_step() == [0] * 6
 
 
+def test_the_tail_is_the_last_tenth_of_the_steps_or_the_last_value_before_it():
+    values = [(step, float(step)) for step in range(0, 30, 4)]
+    assert train.tail_mean(values, 30) == 28 and train.tail_mean(values[:7], 25) == 24  # from steps 27 and 22 on
+    assert train.tail_mean(values[:3], 30) == 8
+
+
 def test_the_update_ratio_is_for_adamw_alone():
     weight = torch.zeros(3, requires_grad=True)
     assert train.UpdateProbe(torch.optim.AdamW([weight]), 0, 10).supported
