@@ -318,7 +318,7 @@ def notes(results):
         lines.append("MFU: model FLOP/s (6N + 12LHQT a token) as a part of the GPU's BF16 peak.")
     if any(summary.get("memory") == "process_resident" for summary in good):
         lines.append("No GPU was used: memory is the process's resident memory above what it used before the model;")
-        lines.append("what a configuration offloads to the CPU counts too.")
+        lines.append("what a configuration offloads to the CPU counts too, and what torchao's compilation takes.")
     if any(has_number(summary, "host_peak_bytes") for summary in good):
         lines.append("Host peak: resident memory of the largest process, imports and offloaded states included.")
     if any(has_number(summary, "update_ratio") for summary in good):
@@ -529,13 +529,17 @@ def main():
             without = f"none of {', '.join(results)} has a whole SUMMARY line; their ends say why"
             return failed(f"no results in {log_dir}: {without if results else 'no *.log file; run train.py first'}")
         report = build_report(results, log_dir)
-        write_whole(Path(args.output) if args.output else log_dir / "summary.txt", report)
+        written = [Path(args.output) if args.output else log_dir / "summary.txt"]
+        write_whole(written[0], report)
         encoding = sys.stdout.encoding or "utf-8"
         print(report.encode(encoding, "backslashreplace").decode(encoding), end="", flush=True)
         if args.plot:
             plot_memory(results, log_dir / "memory.png")
+            written.append(log_dir / "memory.png")
             if curves := read_curves(log_dir, results):
                 plot_losses(curves, results, log_dir / "loss.png", log_dir.resolve().name.replace("$", r"\$"))
+                written.append(log_dir / "loss.png")
+        print(f"Written: {', '.join(map(str, written))}", file=sys.stderr)
     except OSError as error:
         return failed(f"{error.filename or log_dir}: {error.strerror or error}")
     return 0

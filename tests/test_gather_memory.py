@@ -65,7 +65,10 @@ def test_plot_draws_memory_and_losses(tmp_path, monkeypatch, capsys):
     (tmp_path / "baseline_loss.csv").write_bytes(b"step,loss\n0,3.5\n1,3.25\n1,\xff1e\n1,3.2.5\n1,nan\n2,3.0\n3,2")
     curves = gather_memory.read_curves(tmp_path, {"baseline.log": {}, "bf16_full.log": {}})
     assert curves == {"baseline.log": ([3.5, 3.25, 3.0, 2.0], [(1, 2.5)])}
-    assert gather(tmp_path, monkeypatch, capsys, "--plot")[0] == 0
+    code, _, errors = gather(tmp_path, monkeypatch, capsys, "--plot")
+    assert code == 0 and errors == "Written: " + ", ".join(
+        str(tmp_path / name) for name in ("summary.txt", "memory.png", "loss.png\n")
+    )
     assert (tmp_path / "loss.png").read_bytes()[:4] == b"\x89PNG"
 
 
