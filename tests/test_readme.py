@@ -1,5 +1,7 @@
 """The README names only what exists, and its figures are those of the published runs."""
 
+import gzip
+import pickle
 import re
 import statistics
 
@@ -150,7 +152,9 @@ def paired_medians_ms(name):
     return {config: float(median_ms) for config, median_ms in found}
 
 
-@pytest.mark.parametrize(("name", "configs"), [("paired_steps", 4), ("paired_steps_quiet_host", 3)])
+@pytest.mark.parametrize(
+    ("name", "configs"), [("paired_steps", 4), ("paired_steps_again", 4), ("paired_steps_quiet_host", 3)]
+)
 def test_in_paired_steps_no_configuration_is_a_tenth_slower_than_another(name, configs):
     medians_ms = paired_medians_ms(name).values()
     assert len(medians_ms) == configs and max(medians_ms) < 1.1 * min(medians_ms)
@@ -163,15 +167,19 @@ def test_the_published_steps_took_no_more_than_80_ms_at_254m_and_0_43_s_at_6_86b
 
 
 def test_the_readmes_step_times_against_baseline_are_the_published_ones():
-    paired = paired_medians_ms("paired_steps")
-    for name, at_254m in (("bf16_full_sr", "[5 % longer]"), ("bf16_full_sr_8bit", "took 8 % longer at 254M")):
-        assert f"{100 * (paired[name] / paired['baseline'] - 1):.0f} % longer" in at_254m and at_254m in WORDS
-        big = [summary_of(f"6.86b_checkpointing/{config}")["avg_step_time"] for config in (name, "baseline")]
-        assert big[0] == pytest.approx(big[1], rel=0.05)  # "as long"
-    assert paired["bf16_full"] == pytest.approx(paired["baseline"], rel=0.05)  # "Steps take about as long"
-    assert paired["bf16_full"] <= paired["baseline"]
-    times_s = [summary_of(f"6.86b_checkpointing/{config}")["avg_step_time"] for config in ("bf16_full", "baseline")]
-    assert times_s[0] <= times_s[1]
+    rounds = [paired_medians_ms(name) for name in ("paired_steps", "paired_steps_again")]
+    longer = {
+        name: [100 * (paired[name] / paired["baseline"] - 1) for paired in rounds]
+        for name in ("bf16_full", "bf16_full_sr", "bf16_full_sr_8bit")
+    }
+    times_s = {name: summary_of(f"6.86b_checkpointing/{name}")["avg_step_time"] for name in ("baseline", *longer)}
+    assert all(-5 < percent <= 0 for percent in longer["bf16_full"])  # "Steps take about as long"
+    assert times_s["bf16_full"] <= times_s["baseline"]
+    assert {f"{percent:.0f}" for percent in longer["bf16_full_sr"]} == {"4"} and "took [4 % longer]" in WORDS
+    assert times_s["bf16_full_sr"] <= times_s["baseline"] and "and [no longer]" in WORDS
+    at_254m, at_6_86b = longer["bf16_full_sr_8bit"], times_s["bf16_full_sr_8bit"] / times_s["baseline"]
+    said = f"steps took {min(at_254m):.0f} to {max(at_254m):.0f} % longer at 254M and {100 * at_6_86b - 100:.0f} % at"
+    assert said in WORDS and at_6_86b < 1.05
 
 
 def estimated(capsys, monkeypatch, *options):
@@ -213,22 +221,22 @@ def test_the_readmes_estimates_for_many_gpus_are_what_train_py_prints(world_size
 
 
 def test_the_figures_in_the_readmes_text_are_those_of_the_published_runs():
-    for name, median_ms in paired_medians_ms("paired_steps").items():
-        assert f"{median_ms:.1f} ms for `{name}`" in WORDS
+    for name in ("paired_steps", "paired_steps_again"):
+        medians_ms = "{:.1f}, {:.1f}, {:.1f} and {:.1f} ms".format(*paired_medians_ms(name).values())
+        assert f"[{medians_ms}](results/h200/{name}.txt)" in WORDS
     quiet = paired_medians_ms("paired_steps_quiet_host")
     assert "took {}, {} and {} ms".format(*(quiet[name] for name in ("baseline", "bf16_full", "bf16_full_sr"))) in WORDS
-    for name, most_percent in (("tracking_cost_without_adam_ratio", 1), ("tracking_cost", 1.5)):
-        tracking = (PUBLISHED / f"{name}.txt").read_text()
-        costs = re.findall(r"(?:difference of a pair|the tracking alone) ([\d.]+) ms = ([\d.]+)%", tracking)
-        assert len(costs) == 2 and all(float(percent) < most_percent for _, percent in costs)
-        for cost_ms, percent in costs:
-            assert f"{float(cost_ms):.1f} ms, {percent}%" in WORDS
+    tracking = (PUBLISHED / "tracking_cost.txt").read_text()
+    costs = re.findall(r"(?:difference of a pair|the tracking alone) ([\d.]+) ms = ([\d.]+)%", tracking)
+    assert len(costs) == 2 and all(float(percent) < 1 for _, percent in costs)
+    for cost_ms, percent in costs:
+        assert f"{float(cost_ms):.1f} ms, {percent}%" in WORDS
     big = (PUBLISHED / "6.86b_checkpointing" / "summary.txt").read_text()
-    for figure in ("103.00 GB", "64.58 GB", "52.01 GB"):
+    for figure in ("103.00 GB", "64.59 GB", "52.01 GB"):
         assert figure in big and figure.split()[0] in WORDS
     answer = README.split("| Your case |")[0]
     for folder, figures in (
-        ("254m", ("30.9%", "41.3%")),
+        ("254m", ("30.9%", "41.2%")),
         ("254m_checkpointing", ("35.9%", "41.2%")),
         ("6.86b_checkpointing", ("37.3%", "49.5%")),
     ):
@@ -262,19 +270,64 @@ def test_the_readmes_step_times_of_the_largest_models_are_those_of_the_searches(
 
 
 def test_what_the_readme_says_adam_on_the_cpu_costs_is_in_the_logs():
-    for name, text in (
-        ("baseline_offload", "{:.1f} to {:.1f} times the step time of `baseline` at 254M (2048 tokens a step"),
-        ("bf16_master_wg", "{:.1f} to {:.1f} times and {:.0f} times; loses"),
+    def longer(name, folder):
+        return summary_of(f"{folder}/{name}")["avg_step_time"] / summary_of(f"{folder}/baseline")["avg_step_time"]
+
+    accumulated = summary_of("6.86b_accumulation/baseline")
+    assert accumulated["gradient_accumulation_steps"] * accumulated["batch_size"] * accumulated["seq_length"] == 8192
+    log = (PUBLISHED / "6.86b_accumulation" / "baseline_offload.log").read_text()  # ended by a limit of time
+    (step_s,) = (float(time_s) for time_s in re.findall(r"^Step [1-9]: .* time=([\d.]+)s", log, re.M))
+    for name, accumulating, text in (
+        (
+            "baseline_offload",
+            step_s / accumulated["avg_step_time"],
+            "{:.1f} to {:.1f} times the step time of `baseline` at 254M (2048 tokens a step; "
+            "[without](results/h200/254m) and [with](results/h200/254m_checkpointing) checkpointing), {:.0f} times at "
+            "6.86B with 512 tokens a step, {:.1f} times with [8192](results/h200/6.86b_accumulation) (accumulation; a",
+        ),
+        (
+            "bf16_master_wg",
+            longer("bf16_master_wg", "6.86b_accumulation"),
+            "| {:.1f} to {:.1f}, {:.0f} and {:.1f} times; loses",
+        ),
     ):
-        longer = [
-            summary_of(f"{folder}/{name}")["avg_step_time"] / summary_of(f"{folder}/baseline")["avg_step_time"]
-            for folder in ("254m_checkpointing", "254m", "6.86b_checkpointing")
-        ]
-        assert text.format(*longer) in WORDS and f"{longer[2]:.0f} times" in WORDS
+        factors = [longer(name, folder) for folder in ("254m", "254m_checkpointing", "6.86b_checkpointing")]
+        assert text.format(*factors, accumulating) in WORDS
     hosts = [summary_of(f"6.86b_checkpointing/{name}") for name in ("baseline_offload", "bf16_master_wg")]
     gigabytes, times_s = ([summary[key] for summary in hosts] for key in ("host_peak_bytes", "avg_step_time"))
     said = "took {:.1f} and {:.1f} GB".format(*(size / 1024**3 for size in gigabytes))
     assert said in WORDS and "steps of {:.1f} and {:.1f} s".format(*times_s) in WORDS
+
+
+def allocator_record(name):
+    """(allocated bytes, what its events did, their Python frames) of a published snapshot."""
+    with gzip.open(PUBLISHED / "memory_snapshot" / f"{name}.pickle.gz") as packed:
+        record = pickle.load(packed)
+    events = [event for trace in record["device_traces"] for event in trace]
+    frames = {frame["name"] for event in events for frame in event.get("frames", ())}
+    return sum(s["allocated_size"] for s in record["segments"]), [event["action"] for event in events], frames
+
+
+def test_the_published_snapshot_holds_every_byte_that_the_run_reports():
+    allocated_bytes, actions, frames = allocator_record("bf16_full_sr")
+    assert allocated_bytes == summary_of("memory_snapshot/bf16_full_sr")["alloc_mem_bytes"]
+    assert actions.count("alloc") > 1000 and "oom" not in actions and "train_step" in frames
+
+
+def test_the_published_snapshot_of_a_run_out_of_memory_ends_where_its_log_says():
+    allocated_bytes, actions, frames = allocator_record("out_of_memory")
+    log = (PUBLISHED / "memory_snapshot" / "out_of_memory.log").read_text()
+    assert f"reason=OOM phase=forward step=0 asked=1024.00_MiB peak_mem_bytes={allocated_bytes} " in log
+    assert actions.count("oom") == 1 and "train_step" in frames and "Traceback" not in log
+    assert log.endswith("exit status 1\n")
+
+
+def test_more_processes_than_gpus_are_refused_with_one_line_on_a_real_gpu():
+    sweep, launcher = (PUBLISHED / "more_processes_than_gpus.txt").read_text().split("$ deepspeed")
+    assert "run_all.sh: error: --num_gpus 2: this machine has 1\nexit status 2\n" in sweep
+    assert launcher.count("train.py: error:") == 1 and launcher.endswith("exit status 2\n")
+    assert "process 1 of this node has no GPU: there are 1; lower --num_gpus" in launcher
+    assert "Traceback" not in sweep + launcher
 
 
 def test_what_the_readme_says_of_deepcompile_is_in_the_logs():
