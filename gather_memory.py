@@ -311,7 +311,10 @@ def detail_lines(log, summary, results):
 def notes(results):
     """What a reader must know before comparing the rows."""
     good = list(summaries_of(results).values())
-    lines = ["Memory is of the highest rank; 1 GB = 1024**3 bytes. Step time is the mean after the warm-up."]
+    lines = [
+        "Memory is of the highest rank; 1 GB = 1024**3 bytes. Step time is the mean after the warm-up.",
+        "No two runs stepped in turn: on a shared machine small differences in step time mean nothing.",
+    ]
     if any(map(on_device, good)):
         lines.append("Bytes/parameter are over all ranks.")
     if any(has_number(summary, "mfu") for summary in good):
@@ -325,6 +328,9 @@ def notes(results):
         lines.append(
             "Update ratio: the part of AdamW's intended update that reached the master weights; 1 is all of it."
         )
+        lines.append(
+            "Where it is below 1 it goes on falling for hundreds of steps, on text further than on random tokens."
+        )
     if any(has_number(summary, "adam_ratio") for summary in good):
         lines.append(
             "Adam ratio: the part of the update of AdamW with FP32 moments that reached the weights, last 10% of steps."
@@ -335,7 +341,8 @@ def notes(results):
         )
         if update_ratio < LOW_UPDATE_RATIO:
             lost = f"{row_name(log, results)}: {1 - update_ratio:.0%} of the update is lost to rounding"
-            lines.append(f"WARNING: {lost}; compare its loss with the baseline's, or take bf16_full_sr.")
+            instead = "baseline_offload" if "bf16_master_wg" in summary["config"] else "bf16_full_sr"
+            lines.append(f"WARNING: {lost}; compare its loss with the baseline's, or take {instead}.")
         if adam_ratio > HIGH_ADAM_RATIO or adam_ratio < LOW_UPDATE_RATIO <= update_ratio:
             part = f"its last updates were {adam_ratio:.2f} of the update of AdamW with FP32 moments"
             lines.append(f"WARNING: {row_name(log, results)}: {part}; compare its loss with the baseline's.")
@@ -344,14 +351,23 @@ def notes(results):
             why = FAILURE_REASONS.get(summary["failed"], "the run crashed or was killed before its end")
             details = f" ({summary['details']})" if summary["details"] else ""
             lines.append(f"{summary['failed']}: {log} has no whole SUMMARY line; {why}{details}.")
-    if any(baseline_of(summary, results) is None for summary in good):
+    alone = [
+        row_name(log, results) for log, summary in summaries_of(results).items() if not baseline_of(summary, results)
+    ]
+    if len(alone) == len(good):
         lines.append("There is no baseline (no whole SUMMARY line in a baseline.log), so reductions cannot be given.")
+    elif alone:
+        lines.append(f"There is no baseline of the same size for {'; '.join(alone)}, so no reductions.")
     for log, summary in summaries_of(results).items():
         baseline = baseline_of(summary, results)
         for key in LIKE_FOR_LIKE_KEYS if baseline else ():
             if key in summary and key in baseline and summary[key] != baseline[key]:
                 difference = f"{key} is {summary[key]}, the baseline's {baseline[key]}"
                 lines.append(f"WARNING: {row_name(log, results)} is not like for like: {difference}.")
+        unknown = [key for key in LIKE_FOR_LIKE_KEYS if baseline and (key in summary) != (key in baseline)]
+        if unknown:
+            one = f"WARNING: of {row_name(log, results)} and the baseline only one log says {', '.join(unknown)}"
+            lines.append(f"{one}; make sure that they agree.")
     return lines
 
 
@@ -501,6 +517,18 @@ def write_whole(path, text):
         temporary.unlink(missing_ok=True)
 
 
+def print_report(report):
+    """To stdout, where there is one and for as long as somebody reads it."""
+    try:
+        if sys.stdout:
+            encoding = sys.stdout.encoding or "utf-8"
+            print(report.encode(encoding, "backslashreplace").decode(encoding), end="", flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains at its end
+        if not isinstance(error, BrokenPipeError):
+            raise
+
+
 def failed(message):
     print(f"gather_memory.py: error: {message}", file=sys.stderr)
     return 1
@@ -523,26 +551,35 @@ def main():
     log_dir = Path(args.log_dir)
     if not log_dir.is_dir():
         return failed(f"--log_dir {log_dir} is not a folder; give the one that run_all.sh wrote")
+    output = Path(args.output) if args.output else log_dir / "summary.txt"
+    if output.suffix == ".log" and os.path.realpath(output.parent) == os.path.realpath(log_dir):
+        return failed(f"--output {output}: there it would be read as a run; give another name, such as summary.txt")
+    written, doing, failure = [], None, None
     try:
         results = read_logs(log_dir)
         if not summaries_of(results):
             without = f"none of {', '.join(results)} has a whole SUMMARY line; their ends say why"
             return failed(f"no results in {log_dir}: {without if results else 'no *.log file; run train.py first'}")
         report = build_report(results, log_dir)
-        written = [Path(args.output) if args.output else log_dir / "summary.txt"]
-        write_whole(written[0], report)
-        encoding = sys.stdout.encoding or "utf-8"
-        print(report.encode(encoding, "backslashreplace").decode(encoding), end="", flush=True)
+        doing = output
+        write_whole(output, report)
+        written.append(output)
+        doing = "stdout"
+        print_report(report)
         if args.plot:
-            plot_memory(results, log_dir / "memory.png")
-            written.append(log_dir / "memory.png")
+            doing = log_dir / "memory.png"
+            plot_memory(results, doing)
+            written.append(doing)
+            doing = log_dir / "loss.png"
             if curves := read_curves(log_dir, results):
-                plot_losses(curves, results, log_dir / "loss.png", log_dir.resolve().name.replace("$", r"\$"))
-                written.append(log_dir / "loss.png")
+                plot_losses(curves, results, doing, log_dir.resolve().name.replace("$", r"\$"))
+                written.append(doing)
+    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links, before Python 3.13
+        where = doing or getattr(error, "filename", None) or log_dir
+        failure = f"{where}: {getattr(error, 'strerror', None) or error}"
+    if written:
         print(f"Written: {', '.join(map(str, written))}", file=sys.stderr)
-    except OSError as error:
-        return failed(f"{error.filename or log_dir}: {error.strerror or error}")
-    return 0
+    return failed(failure) if failure else 0
 
 
 if __name__ == "__main__":

@@ -100,14 +100,16 @@ preset=()
 if [ "$accelerator" = cpu ]; then
   preset=(--hidden_dim 768 --num_layers 6 --num_heads 12 --vocab_size 8192 --batch_size 2 --seq_length 128
     --num_steps 15 --warmup_steps 3)
-  echo "No GPU found: running on the CPU, with this preset where you give no other value: ${preset[*]}"
-  echo "The first run compiles DeepSpeed's operators, in silence, for a minute or two each."
 elif [ -z "$hostfile" ] && [ "$num_gpus" -gt "$count" ]; then
   die "--num_gpus $num_gpus: this machine has $count"
 fi
 # A wrong option ends the sweep here, with train.py's own line, and not each configuration after its start.
 PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}" python3 -c "import train; train.get_args()" \
   --deepspeed_config "${configs[0]}" "${preset[@]}" "${options[@]}" || exit 2
+if [ "$accelerator" = cpu ]; then
+  echo "No GPU found: running on the CPU, with this preset where you give no other value: ${preset[*]}"
+  echo "DeepSpeed's operators, where they are not there yet, compile in silence, for a minute or two each."
+fi
 
 if [ -z "$log_dir" ]; then # a folder of its own, also beside a sweep that started in the same second
   mkdir -p "$here/logs" 2>/dev/null || die "$here/logs cannot be made; give --log_dir"
@@ -168,7 +170,7 @@ echo
 plot=()
 if installed matplotlib; then plot=(--plot); fi
 python3 "${root}gather_memory.py" --log_dir "$log_dir" "${plot[@]}" || failed+=("gather_memory.py")
-if [ -f "$log_dir/summary.txt" ]; then echo "Logs and summary.txt: $log_dir"; fi
+echo "Logs: $log_dir"
 if [ "${#failed[@]}" -gt 0 ]; then
   echo "run_all.sh: FAILED: ${failed[*]}; see the logs in $log_dir" >&2
   exit 1

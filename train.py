@@ -53,6 +53,7 @@ EVAL_BATCHES = 50  # at most, on each rank
 MEMORY_LOG_COLUMNS = ("step", "loss", "step_time_s", "allocated_bytes", "reserved_bytes", "peak_bytes")
 DEFAULT_GPU_MEMORY_GIB = 80
 MOST_GPUS = 1024  # that the estimate looks at
+MOST_LAYERS = 2000
 CUDA_CONTEXT_BYTES = 2**30  # what the estimate leaves free for the CUDA context and NCCL
 RESERVED_SHARE = 1.1  # of the peak: the published runs from 3B on one GPU reserved up to 1.5 % more, with offload 6 %
 WORKSPACE_BYTES = 64 * 2**20  # cuBLAS on Hopper and newer: two streams of 32 MiB
@@ -64,6 +65,7 @@ ELEMENT_KEYS = {  # of zero_optimization, with the least that makes sense
     "stage3_param_persistence_threshold": 0,
 }
 OFFLOAD_DEVICES = ("none", "cpu", "nvme")
+BF16_OPTIONS = ("bf16_master_weights_and_grads", "bf16_optimizer_states", "bf16_stochastic_round")
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 DEEPCOMPILE_WARMUP_STEPS = 10  # DeepCompile compiles in step 0 and, with what it has then profiled, in step 5
@@ -74,12 +76,15 @@ PIECE = 2**26  # elements stepped at once with 8-bit moments, which are in fp32 
 UPDATE_SAMPLES = 2**20  # of the model's master weights, on which the update ratio is measured
 EXACT_PART = 1 / 8  # of as many, whose moments are kept in fp32, for the adam ratio
 
-# Dense BF16 peak in TFLOP/s, from the vendors' data sheets, by a part of the device's name.
-PEAK_TFLOPS = {"H200": 989, "H100": 989, "A100": 312, "B200": 2250, "L40S": 362, "MI300X": 1307}
+# Dense BF16 peak in TFLOP/s, from the vendors' data sheets, by a part of the device's name; the first found counts.
+PEAK_TFLOPS = {
+    **{"H100 PCIe": 756, "H100 NVL": 835, "H200 NVL": 835, "GB200": 2500},
+    **{"H200": 989, "H100": 989, "A100": 312, "B200": 2250, "L40S": 362, "MI300X": 1307},
+}
 
 
 def fail(message, status=2, every_rank=False):
-    """End the program with one line on stderr, printed once per node; status 2 is a user's mistake."""
+    """End the program with one line on stderr, of local rank 0 or every rank; status 2 is a user's mistake."""
     if every_rank or int(os.environ.get("LOCAL_RANK", 0)) == 0:
         print(f"train.py: error: {message}", file=sys.stderr, flush=True)
     else:
@@ -99,12 +104,12 @@ def get_accelerator():
 # ---------------------------------------------------------------------------------------------------
 
 
-def at_least(minimum):
-    """An argparse type: a whole number of at least `minimum`, and below 2**31."""
+def at_least(minimum, maximum=2**31 - 1):
+    """An argparse type: a whole number from `minimum` to `maximum`."""
 
     def integer(text):
-        if not re.fullmatch(r"[+-]?[0-9]{1,10}", text) or not minimum <= int(text) < 2**31:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {minimum} to {2**31 - 1}")
+        if not re.fullmatch(r"[+-]?[0-9]{1,10}", text) or not minimum <= int(text) <= maximum:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {minimum} to {maximum}")
         return int(text)
 
     return integer
@@ -133,7 +138,7 @@ def get_args():
     add("--local_rank", type=int, default=-1, metavar="N", help="set by the launcher")
     add = parser.add_argument_group("model").add_argument
     add("--hidden_dim", type=at_least(1), default=1024, metavar="N", help="hidden dimension")
-    add("--num_layers", type=at_least(1), default=12, metavar="N", help="transformer blocks")
+    add("--num_layers", type=at_least(1, MOST_LAYERS), default=12, metavar="N", help="transformer blocks")
     add("--num_heads", type=at_least(1), default=16, metavar="N", help="attention heads")
     add("--vocab_size", type=at_least(2), default=50000, metavar="N", help="random tokens' vocabulary")
     add("--activation_checkpointing", action="store_true", help="recompute each block in the backward")
@@ -227,19 +232,39 @@ def load_deepspeed_config(path):
     for key in ("offload_optimizer", "offload_param"):
         if not isinstance(zero.get(key, {}), dict) or zero.get(key, {}).get("device", "none") not in OFFLOAD_DEVICES:
             fail(f'{option}: zero_optimization.{key} is {zero[key]!r}; expected an object with "device": "cpu"')
-    lr = config.get("optimizer", {}).get("params", {}).get("lr", "auto")
-    if lr != "auto" and (type(lr) not in (int, float) or not 0 <= lr < math.inf):
-        fail(f'{option}: optimizer.params.lr is {lr!r}; expected a finite number, or "auto"')
+    params = config.get("optimizer", {}).get("params", {})
+    numbers = [("optimizer.params.lr", params), ("optimizer.params.eps", params), ("gradient_clipping", config)]
+    for key, section in [*numbers, ("optimizer.params.weight_decay", params)]:
+        value = section.get(key.split(".")[-1], "auto")
+        if value != "auto" and (type(value) not in (int, float) or not 0 <= value < math.inf):
+            fail(f'{option}: {key} is {value!r}; expected a finite number, or "auto"')
+    betas = params.get("betas", "auto")
+    if betas != "auto" and not (isinstance(betas, list) and len(betas) == 2):
+        fail(f'{option}: optimizer.params.betas is {betas!r}; expected two numbers below 1, or "auto"')
+    bf16 = config.get("bf16", {})
+    for key in (*bf16, *params):
+        if key.startswith("bf16_") and key not in BF16_OPTIONS:
+            fail(f"{option}: {key} is unknown; the options of that kind are {', '.join(BF16_OPTIONS)}")
+    masters, states = (bf16.get(key) for key in BF16_OPTIONS[:2])
+    if states and not masters:
+        fail(f"{option}: bf16_optimizer_states requires bf16_master_weights_and_grads; set both to true")
+    if masters and not zero.get("stage"):
+        fail(f"{option}: bf16_master_weights_and_grads requires ZeRO; set zero_optimization.stage to 1, 2 or 3")
     if wants_torchao(config):
         if config["optimizer"]["type"] not in ("AdamW", "AdamW8bit"):
             fail(f"{option}: bf16_stochastic_round is torchao's option for AdamW and AdamW8bit; change optimizer.type")
-        if not config.get("bf16", {}).get("bf16_master_weights_and_grads"):
+        if not masters:
             fail(
                 f"{option}: {config['optimizer']['type']} with bf16_stochastic_round rounds BF16 master weights; "
                 "set bf16.bf16_master_weights_and_grads to true"
             )
         if not importlib.util.find_spec("torchao"):
             fail(f"{option}: its optimizer comes from torchao, which is not installed; pip install torchao")
+    if masters and not states and not offloads(config, "optimizer"):
+        fail(
+            f"{option}: bf16_master_weights_and_grads requires bf16_optimizer_states too, or offload_optimizer on the "
+            "CPU; set either"
+        )
     return config
 
 
@@ -638,7 +663,7 @@ def load_wikitext_data(
         tokens, tokenizer_length = load_text(dataset_name, tokenizer_name)
     except Exception as error:  # whatever the Hub client, the network or a file raised: the user needs one line
         cause = error.__cause__ or error
-        reason = (str(cause).strip() or type(cause).__name__).splitlines()[0]
+        reason = " ".join((str(cause).strip() or type(cause).__name__).split())[:300]
         raise ValueError(
             f"cannot load data set {dataset_name!r} with tokenizer {tokenizer_name!r}: {reason} "
             "(without network: --dataset TEXT_FILE_OR_FOLDER --tokenizer FOLDER)"
@@ -1064,8 +1089,9 @@ def check_device(args, config):
         return
     local_rank = os.environ.get("LOCAL_RANK") or os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK") or max(args.local_rank, 0)
     found = accelerator.device_count()
-    if int(local_rank) >= found:
-        fail(f"process {local_rank} of this node has no GPU: there are {found}; lower --num_gpus", every_rank=True)
+    if int(local_rank) >= found:  # the first of them says it
+        message = f"process {local_rank} of this node has no GPU: there are {found}; lower --num_gpus"
+        fail(message, every_rank=int(local_rank) == found)
     on_cuda = torch.cuda.is_available()  # PyTorch also counts older GPUs, on which it emulates BF16
     native = torch.cuda.is_bf16_supported(including_emulation=False) if on_cuda else accelerator.is_bf16_supported()
     if config.get("bf16", {}).get("enabled") and not native:
@@ -1192,7 +1218,7 @@ def create_engine(args, config):
     for stages in (deepspeed.runtime.zero.stage3, deepspeed.runtime.zero.stage_1_and_2):
         stages.get_norm_dtype = lambda: torch.float32  # a copy of each gradient in fp32, not fp64, for its norm
     if not offloads(config, "optimizer"):
-        # Without it a process takes as much host memory as it has weights, 13.7 GB at 6.86B.
+        # Without it a process takes as much host memory as it has weights, 12.8 GB at 6.86B.
         deepspeed.runtime.zero.stage3.defragment = flatten_on_device
     torch.manual_seed(args.seed)
     try:
@@ -1382,7 +1408,7 @@ def main():
         return None
     config, notices = complete_config(config, args, int(os.environ.get("WORLD_SIZE") or mpi_world_size()))
     for lock in operator_locks() if int(os.environ.get("LOCAL_RANK", 0)) == 0 else ():
-        print(f"Notice: {lock} exists: this run waits for what compiles there; if nothing does, remove it", flush=True)
+        print(f"Notice: {lock} exists: what needs it waits till it is compiled; if nothing does, remove it", flush=True)
     check_device(args, config)
     rank, world_size = start_distributed(args)
     if args.memory_snapshot and world_size > 1:
@@ -1417,6 +1443,7 @@ def run(args, config, notices, rank, world_size, progress):
     say(*(f"Notice: {notice}" for notice in notices))
     if on_cpu:
         say("Notice: no accelerator; memory is the process's resident memory, less what it used before the model")
+        say("Notice: run_all.sh has sizes for a CPU, on which the default size takes about a minute a step")
     columns = {"loss_log_file": 2, "memory_log_file": len(MEMORY_LOG_COLUMNS)} if rank == 0 else {}
     for option in (*columns, "memory_snapshot"):
         if path := getattr(args, option):

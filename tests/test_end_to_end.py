@@ -282,18 +282,32 @@ def test_fewer_steps_than_warm_up_still_measure_and_say_so(tmp_path):
 
 
 def test_what_deepspeed_refuses_is_one_line_with_its_reason(tmp_path):
-    config = write_config(tmp_path / "config.json", bf16={"enabled": True, "bf16_optimizer_states": True})
-    for path, reason in ((config, "requires bf16_master_weights"), (tmp_path / "missing.json", "No such file")):
+    config = write_config(tmp_path / "config.json", bf16={"enabled": True, "immediate_update": True})
+    for path, reason in ((config, "Extra inputs are not permitted"), (tmp_path / "missing.json", "No such file")):
         result = train(*TINY, "--deepspeed_config", path)
         errors = [line for line in result.stderr.splitlines() if "rror" in line or "Traceback" in line]
         assert result.returncode == 2
         assert len(errors) == 1 and reason in errors[0] and str(path) in errors[0], result.stderr
 
 
+def test_a_sweep_on_more_gpus_than_there_are_is_refused_before_anything_starts(tmp_path):
+    """With a stand-in for DeepSpeed that knows a single GPU."""
+    (tmp_path / "deepspeed").mkdir()
+    (tmp_path / "deepspeed" / "__init__.py").touch()
+    (tmp_path / "deepspeed" / "accelerator.py").write_text(
+        "from types import SimpleNamespace\n"
+        "def get_accelerator():\n"
+        "    return SimpleNamespace(device_name=lambda: 'cuda', device_count=lambda: 1)\n"
+    )
+    result = run("./run_all.sh", "--num_gpus", 2, "--log_dir", tmp_path / "logs", PYTHONPATH=str(tmp_path))
+    assert (result.returncode, result.stdout) == (2, "") and not (tmp_path / "logs").exists()
+    assert result.stderr == "run_all.sh: error: --num_gpus 2: this machine has 1\n"
+
+
 def test_a_failed_start_leaves_the_loss_file_of_an_earlier_run_alone(tmp_path):
     loss_file = tmp_path / "loss.csv"
     loss_file.write_text("step,loss\n0,1.0\n")
-    config = write_config(tmp_path / "config.json", bf16={"enabled": True, "bf16_optimizer_states": True})
+    config = write_config(tmp_path / "config.json", bf16={"enabled": True, "immediate_update": True})
     result = train(*TINY, "--deepspeed_config", config, "--loss_log_file", loss_file)
     assert result.returncode == 2 and "DeepSpeed cannot start with it" in result.stderr
     assert loss_file.read_text() == "step,loss\n0,1.0\n"
@@ -424,7 +438,7 @@ def test_a_config_that_fails_is_named_and_does_not_stop_the_others(tmp_path):
 )
 def test_a_bad_option_of_the_sweep_is_one_line_before_anything_starts(options):
     result = run("./run_all.sh", *options)
-    assert (result.returncode, result.stderr.count("\n")) == (2, 1), result.stderr
+    assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1), result.stderr
 
 
 def test_the_sweep_finds_packages_on_the_users_python_path(tmp_path):

@@ -264,6 +264,16 @@ def test_losses_of_unlike_runs_are_warned_of(key, tmp_path, monkeypatch, capsys)
     assert report.count("is not like for like") == 1 and f"{key} is 2, the baseline's 1." in report
 
 
+def test_what_only_one_of_two_logs_says_is_named(tmp_path, monkeypatch, capsys):
+    write_logs(
+        tmp_path, baseline=f"{BASELINE} num_steps=20 data=a", bf16_full=FULL, other=f"{FULL} num_steps=20 data=a"
+    )
+    _, report, _ = gather(tmp_path, monkeypatch, capsys)
+    said = [line for line in report.splitlines() if "only one log says" in line]
+    assert len(said) == 1 and said[0].startswith(f"WARNING: of {get_config_name('bf16_full')}")
+    assert "says num_steps, data; make sure that they agree." in said[0]
+
+
 def test_without_a_baseline_log_each_row_is_compared_with_the_baseline_of_its_size(tmp_path, monkeypatch, capsys):
     small = "SUMMARY: config={}.json params=1000 peak_mem_bytes={} alloc_mem_bytes=16000 avg_step_time=0.1"
     small_baseline, small_full = small.format("baseline", 20000), small.format("bf16_full", 15000)
@@ -272,6 +282,10 @@ def test_without_a_baseline_log_each_row_is_compared_with_the_baseline_of_its_si
     _, report, _ = gather(tmp_path, monkeypatch, capsys)
     rows = {name: next(line for line in report.splitlines() if f"[{name}.log]" in line) for name in logs}
     assert "25.0%" in rows["0_full"] and "51.6%" in rows["1_full"] and "WARNING" not in report
+    assert "There is no baseline" not in report
+    (tmp_path / "0_baseline.log").unlink()
+    _, report, _ = gather(tmp_path, monkeypatch, capsys)
+    assert f"There is no baseline of the same size for {get_config_name('bf16_full')} [0_full.log], so" in report
     assert all("(baseline)" in rows[name] for name in ("0_baseline", "1_baseline"))
 
 
@@ -283,7 +297,9 @@ def test_lost_updates_are_shown_and_warned_of(tmp_path, monkeypatch, capsys):
     assert row(report, "bf16_full").endswith("0.240 14.0%")
     assert row(report, "other").endswith("n/a n/a")
     warnings = [line for line in report.splitlines() if line.startswith("WARNING")]
-    assert len(warnings) == 1 and "76% of the update is lost" in warnings[0]
+    assert len(warnings) == 1 and "76% of the update is lost" in warnings[0] and "take bf16_full_sr." in warnings[0]
+    write_logs(tmp_path, bf16_full=FULL.replace("bf16_full", "bf16_master_wg") + lost)
+    assert "or take baseline_offload." in gather(tmp_path, monkeypatch, capsys)[1]
 
 
 @pytest.mark.parametrize(
@@ -363,11 +379,39 @@ def test_errors_are_one_line_on_stderr_and_return_1(tmp_path, monkeypatch, capsy
 def test_the_report_goes_to_output_with_its_folders_made_and_nothing_else_left(tmp_path, monkeypatch, capsys):
     write_logs(tmp_path, baseline=BASELINE)
     output = tmp_path / "a" / "b" / "comparison.txt"
-    code, report, _ = gather(tmp_path, monkeypatch, capsys, "--output", output)
-    assert code == 0
+    code, report, said = gather(tmp_path, monkeypatch, capsys, "--output", output)
+    assert code == 0 and said == f"Written: {output}\n"
     assert output.read_text() == report
     assert [path.name for path in output.parent.iterdir()] == [output.name]
     assert not (tmp_path / "summary.txt").exists()
+    assert gather(tmp_path, monkeypatch, capsys)[2] == f"Written: {tmp_path / 'summary.txt'}\n"
+
+
+def test_an_output_that_would_be_read_as_a_run_is_refused(tmp_path, monkeypatch, capsys):
+    write_logs(tmp_path, baseline=BASELINE)
+    code, out, error = gather(tmp_path, monkeypatch, capsys, "--output", tmp_path / "baseline.log")
+    assert (code, out) == (1, "") and error.count("\n") == 1 and "would be read as a run" in error
+    assert (tmp_path / "baseline.log").read_text() == BASELINE
+
+
+@pytest.mark.parametrize(
+    ("redirection", "code", "said"),
+    [
+        (">&-", 0, "Written: {}/summary.txt\n"),
+        (">/dev/full", 1, "Written: {}/summary.txt\ngather_memory.py: error: stdout: No space left on device\n"),
+        ("--output /dev/full >/dev/null", 1, "gather_memory.py: error: /dev/full: No space left on device\n"),
+        ("--output {}/loop >/dev/null", 1, "gather_memory.py: error: {}/loop: "),
+        ("| true; exit ${{PIPESTATUS[0]}}", 0, "Written: {}/summary.txt\n"),
+    ],
+)
+def test_whatever_becomes_of_the_output_it_ends_with_one_line_that_names_it(redirection, code, said, tmp_path):
+    logs = {f"{i:03}": FULL for i in range(300)}  # a report that is larger than a pipe
+    write_logs(tmp_path, baseline=BASELINE, **logs)
+    (tmp_path / "loop").symlink_to("loop")
+    command = f"{sys.executable} {ROOT}/gather_memory.py --log_dir {tmp_path} " + redirection.format(tmp_path)
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert result.returncode == code, result.stderr
+    assert said.format(tmp_path) in result.stderr and result.stderr.count("\n") == max(1, said.count("\n"))
 
 
 def test_a_device_given_as_output_stays_a_device(tmp_path, monkeypatch, capsys):

@@ -294,6 +294,70 @@ def test_what_the_device_cannot_do_is_one_line(accelerator, config, options, loc
     assert stop.value.code == 2 and error.count("\n") == 1 and expected in error, error
 
 
+@pytest.mark.parametrize("local_rank", ["0", "2", "3"])
+def test_of_several_processes_without_a_gpu_only_the_first_says_so(local_rank, monkeypatch, capsys):
+    import deepspeed
+
+    monkeypatch.setattr(deepspeed.accelerator, "get_accelerator", FakeAccelerator)
+    monkeypatch.setattr(train.time, "sleep", lambda seconds: None)
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    monkeypatch.setattr("sys.argv", ["train.py", "--deepspeed_config", "configs/baseline.json"])
+    config = {}  # without BF16, which the GPU does not have
+    if local_rank == "0":
+        train.check_device(train.get_args(), config)
+    else:
+        with pytest.raises(SystemExit):
+            train.check_device(train.get_args(), config)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("device", "tflops"),
+    [
+        ("NVIDIA H200", 989),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H200 NVL", 835),
+        ("NVIDIA GB200", 2500),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA T4", None),
+    ],
+)
+def test_the_peak_of_a_gpu_is_that_of_its_model_or_none(device, tflops, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: device)
+    assert train.peak_tflops() == tflops
+
+
+def test_a_snapshot_is_recorded_from_before_the_model_on(monkeypatch, capsys):
+    import deepspeed.runtime.zero.stage3 as stage3
+
+    done = []
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **options: done.append("recording"))
+    monkeypatch.setattr(train, "SimpleTransformerModel", lambda *sizes: done.append("model") or 1 / 0)
+    for module, name in ((stage3, "defragment"), (stage3, "get_norm_dtype")):  # create_engine changes them
+        monkeypatch.setattr(module, name, getattr(module, name))
+    for options, order in (([], ["model"]), (["--memory_snapshot", "s.pickle"], ["recording", "model"])):
+        monkeypatch.setattr("sys.argv", ["train.py", "--deepspeed_config", "c.json", *options])
+        with pytest.raises(SystemExit):
+            train.create_engine(train.get_args(), {"train_micro_batch_size_per_gpu": 1})
+        assert done == order
+        done.clear()
+
+
+def test_each_rank_has_a_snapshot_of_its_own(monkeypatch):
+    monkeypatch.setattr(
+        "sys.argv", ["train.py", "--deepspeed_config", "configs/baseline.json", "--memory_snapshot", "a/s.p"]
+    )
+    monkeypatch.setattr(train, "check_device", lambda *_: None)
+    monkeypatch.setattr(train, "run", lambda args, *_: args.memory_snapshot)
+    paths = []
+    for rank, world_size in ((0, 1), (0, 2), (1, 2)):
+        monkeypatch.setattr(train, "start_distributed", lambda args, group=(rank, world_size): group)
+        paths.append(train.main())
+    assert paths == ["a/s.p", "a/s.rank0.p", "a/s.rank1.p"]
+
+
 def test_memory_that_runs_out_still_leaves_the_snapshot(monkeypatch, capsys):
     written = []
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", written.append)
@@ -371,6 +435,17 @@ def test_comments_in_the_configuration_are_read_as_deepspeed_does(tmp_path):
         ('{"bf16": {"enabled": "false"}}', "bf16.enabled is 'false'"),
         ('{"zero_optimization": {"offload_optimizer": {"device": "gpu"}}}', 'with "device": "cpu"'),
         ('{"optimizer": {"type": "AdamW8bit"}}', "bf16_master_weights_and_grads"),
+        ('{"optimizer": {"type": "AdamW", "params": {"betas": [0.9]}}}', "betas is [0.9]; expected two numbers"),
+        ('{"optimizer": {"type": "AdamW", "params": {"eps": -1}}}', "eps is -1"),
+        ('{"gradient_clipping": "x"}', "gradient_clipping is 'x'"),
+        ('{"bf16": {"bf16_optimizer_state": true}}', "bf16_optimizer_state is unknown"),
+        ('{"optimizer": {"type": "AdamW", "params": {"bf16_stochastic_rounding": true}}}', "rounding is unknown"),
+        ('{"bf16": {"bf16_optimizer_states": true}}', "requires bf16_master_weights_and_grads"),
+        ('{"bf16": {"bf16_master_weights_and_grads": true}}', "requires ZeRO"),
+        (
+            '{"bf16": {"bf16_master_weights_and_grads": true}, "zero_optimization": {"stage": 3}}',
+            "requires bf16_optimizer_states too, or offload_optimizer",
+        ),
     ],
 )
 def test_a_mistake_in_the_configuration_is_one_line_that_names_it(content, expected, tmp_path, capsys):

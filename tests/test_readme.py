@@ -18,6 +18,9 @@ PUBLISHED = ROOT / "results" / "h200"
 OPTIONS_OF_LARGEST = "--hidden_dim 5120 --num_heads 40 --batch_size 1 --activation_checkpointing"
 
 
+SR = ("bf16_full_sr", "bf16_full_sr_8bit")
+
+
 def summary_of(log, published=PUBLISHED):
     return gather_memory.merge_summaries(gather_memory.summaries_in(published / f"{log}.log"))
 
@@ -79,8 +82,20 @@ def test_stochastic_rounding_learns_as_the_baseline_does_and_rounding_to_nearest
     assert min(above) > 0 and max(above) < 0.0205
     for summary, base in zip(rounded, baseline, strict=True):
         assert abs(summary["eval_loss"] - base["eval_loss"]) < 0.02
-    log = (PUBLISHED / "parity_lr_1e-4" / "bf16_full.log").read_text()
-    assert f"{float(re.search(r'^Step 50: .*update_ratio=([0-9.]+)', log, re.M)[1]):.2f} at step 50" in WORDS
+    logs = {lr: (PUBLISHED / f"parity_lr_{lr}" / "bf16_full.log").read_text() for lr in ("1e-4", "1e-5")}
+    early = [float(re.search(r"^Step 50: .*update_ratio=([0-9.]+)", log, re.M)[1]) for log in logs.values()]
+    assert "at step 50, {:.2f} at 1e-4 and {:.2f} at 1e-5".format(*early) in WORDS
+    late, small = statistics.fmean(late_ratios("1e-5", "bf16_full", "update_ratio")[0]), "parity_lr_1e-5"
+    losses = [f"{summary_of(f'{small}/{name}')['tail_loss']:.2f}" for name in ("bf16_full", "baseline")]
+    assert f"in the last 500 of 1000 steps, {late:.0%}".replace("%", " %") + " of the update arrived" in WORDS
+    assert "ended at [{} instead of {}]".format(*losses) in WORDS
+    for log, said in (
+        (logs["1e-4"], "stayed at {1:.2f}"),
+        (None, "(seed 42) was {:.2f} after 750 steps and {:.2f} at"),
+    ):
+        log = log or (PUBLISHED / "parity_lr_1e-4" / "baseline.log").read_text()
+        held_out = [float(loss) for loss in re.findall(r"after step (?:749|999): eval_loss=([0-9.]+)", log)]
+        assert said.format(*held_out) in WORDS
     for summary, base in zip(nearest, baseline, strict=True):
         assert summary["tail_loss"] > base["tail_loss"] + 0.3
 
@@ -175,11 +190,11 @@ def test_the_readmes_step_times_against_baseline_are_the_published_ones():
     times_s = {name: summary_of(f"6.86b_checkpointing/{name}")["avg_step_time"] for name in ("baseline", *longer)}
     assert all(-5 < percent <= 0 for percent in longer["bf16_full"])  # "Steps take about as long"
     assert times_s["bf16_full"] <= times_s["baseline"]
+    assert "at 6.86B. Steps take about as long. But" in WORDS
     assert {f"{percent:.0f}" for percent in longer["bf16_full_sr"]} == {"4"} and "took [4 % longer]" in WORDS
     assert times_s["bf16_full_sr"] <= times_s["baseline"] and "and [no longer]" in WORDS
-    at_254m, at_6_86b = longer["bf16_full_sr_8bit"], times_s["bf16_full_sr_8bit"] / times_s["baseline"]
-    said = f"steps took {min(at_254m):.0f} to {max(at_254m):.0f} % longer at 254M and {100 * at_6_86b - 100:.0f} % at"
-    assert said in WORDS and at_6_86b < 1.05
+    at_254m = longer["bf16_full_sr_8bit"]
+    assert f"steps took {min(at_254m):.0f} to {max(at_254m):.0f} % longer at 254M; goes" in WORDS
 
 
 def estimated(capsys, monkeypatch, *options):
@@ -226,30 +241,39 @@ def test_the_figures_in_the_readmes_text_are_those_of_the_published_runs():
         assert f"[{medians_ms}](results/h200/{name}.txt)" in WORDS
     quiet = paired_medians_ms("paired_steps_quiet_host")
     assert "took {}, {} and {} ms".format(*(quiet[name] for name in ("baseline", "bf16_full", "bf16_full_sr"))) in WORDS
+    assert "over 35 steps each" in WORDS  # 40, less the 5 of warm-up
     tracking = (PUBLISHED / "tracking_cost.txt").read_text()
-    costs = re.findall(r"(?:difference of a pair|the tracking alone) ([\d.]+) ms = ([\d.]+)%", tracking)
-    assert len(costs) == 2 and all(float(percent) < 1 for _, percent in costs)
-    for cost_ms, percent in costs:
-        assert f"{float(cost_ms):.1f} ms, {percent}%" in WORDS
-    big = (PUBLISHED / "6.86b_checkpointing" / "summary.txt").read_text()
-    for figure in ("103.00 GB", "64.59 GB", "52.01 GB"):
-        assert figure in big and figure.split()[0] in WORDS
+    pairs, *costs = re.search(
+        r": (\d+) pairs.*difference of a pair ([\d.]+) ms = ([\d.]+)%.*tracking alone ([\d.]+) ms = ([\d.]+)%",
+        tracking,
+        re.S,
+    ).groups()
+    whole_ms, whole_percent, alone_ms, alone_percent = map(float, costs)
+    assert max(whole_percent, alone_percent) < 1
+    assert f"[{pairs} pairs of steps with and without it]" in WORDS
+    assert f"the median difference of a pair is {whole_ms:.1f} ms, {whole_percent:.2f}% of a step" in WORDS
+    assert f"after the step takes {alone_ms:.1f} ms by itself, {alone_percent:.2f}%" in WORDS
+    peaks = [summary_of(f"6.86b_checkpointing/{name}")["peak_mem_bytes"] for name in ("baseline", *SR)]
+    assert "peaks are [{:.2f}, {:.2f} and {:.2f} GB]".format(*(peak / 1024**3 for peak in peaks)) in WORDS
     answer = README.split("| Your case |")[0]
-    for folder, figures in (
-        ("254m", ("30.9%", "41.2%")),
-        ("254m_checkpointing", ("35.9%", "41.2%")),
-        ("6.86b_checkpointing", ("37.3%", "49.5%")),
+    savings = {name: [] for name in ("bf16_full", *SR)}
+    for folder in ("254m", "254m_checkpointing", "6.86b_checkpointing"):
+        for name, of_name in savings.items():
+            peak, baseline = (summary_of(f"{folder}/{log}")["peak_mem_bytes"] for log in (name, "baseline"))
+            of_name.append(gather_memory.format_reduction(peak, baseline))
+    assert savings["bf16_full"] == savings["bf16_full_sr"]  # "has the same memory"
+    for folder, saving in zip(("254m_checkpointing", "6.86b_checkpointing"), savings["bf16_full"][1:], strict=True):
+        assert f"[{saving}](results/h200/{folder})" in answer
+    assert f"takes {savings['bf16_full'][0]} off the peak memory at 254M" in " ".join(answer.split())
+    assert "the savings are {}, {} and {}.".format(*savings["bf16_full_sr_8bit"]) in answer
+    for said, log in (
+        ("{} there for `baseline_offload`", "254m/baseline_offload"),
+        ("{} for `bf16_master_wg`, ", "254m/bf16_master_wg"),
+        ("{} for `baseline`.", "254m/baseline"),
+        ("at 6.86B now takes [{}]", "6.86b_checkpointing/baseline"),
+        ("torchao's compilation up to [{}]", "6.86b_checkpointing/bf16_full_sr"),
     ):
-        summary = (PUBLISHED / folder / "summary.txt").read_text()
-        assert all(figure in summary and figure in answer for figure in figures)
-    for log, host in (
-        ("254m/bf16_master_wg", "5.3 GB"),
-        ("254m/baseline_offload", "6.5 GB"),
-        ("254m/baseline", "1.8 GB"),
-        ("6.86b_checkpointing/baseline", "1.8 GB"),
-        ("6.86b_checkpointing/bf16_full_sr", "5.7 GB"),
-    ):
-        assert f"{summary_of(log)['host_peak_bytes'] / 1024**3:.1f} GB" == host and host in WORDS
+        assert said.format(f"{summary_of(log)['host_peak_bytes'] / 1024**3:.1f} GB") in WORDS
     times_s = {
         name: f"{summary_of(f'6.86b_checkpointing/{name}')['avg_step_time']:.2f}"
         for name in ("baseline", "bf16_full_sr", "bf16_full_sr_8bit", "bf16_full")
@@ -271,28 +295,26 @@ def test_the_readmes_step_times_of_the_largest_models_are_those_of_the_searches(
 
 def test_what_the_readme_says_adam_on_the_cpu_costs_is_in_the_logs():
     def longer(name, folder):
-        return summary_of(f"{folder}/{name}")["avg_step_time"] / summary_of(f"{folder}/baseline")["avg_step_time"]
+        return summary_of(f"{folder}/{name}")["median_step_time"] / summary_of(f"{folder}/baseline")["median_step_time"]
+
+    def second_step_s(name):
+        log = (PUBLISHED / "6.86b_accumulation" / f"{name}.log").read_text()
+        return float(re.search(r"^Step 1: .* time=([\d.]+)s", log, re.M)[1])
 
     accumulated = summary_of("6.86b_accumulation/baseline")
     assert accumulated["gradient_accumulation_steps"] * accumulated["batch_size"] * accumulated["seq_length"] == 8192
-    log = (PUBLISHED / "6.86b_accumulation" / "baseline_offload.log").read_text()  # ended by a limit of time
-    (step_s,) = (float(time_s) for time_s in re.findall(r"^Step [1-9]: .* time=([\d.]+)s", log, re.M))
-    for name, accumulating, text in (
+    for name, text in (
         (
             "baseline_offload",
-            step_s / accumulated["avg_step_time"],
-            "{:.1f} to {:.1f} times the step time of `baseline` at 254M (2048 tokens a step; "
+            "about {:.0f} to {:.0f} times the median step time of `baseline` at 254M (2048 tokens a step; "
             "[without](results/h200/254m) and [with](results/h200/254m_checkpointing) checkpointing), {:.0f} times at "
-            "6.86B with 512 tokens a step, {:.1f} times with [8192](results/h200/6.86b_accumulation) (accumulation; a",
+            "[6.86B](results/h200/6.86b_checkpointing) with 512 tokens a step, {:.1f} times with "
+            "[8192](results/h200/6.86b_accumulation) (accumulation; the second step of each run)",
         ),
-        (
-            "bf16_master_wg",
-            longer("bf16_master_wg", "6.86b_accumulation"),
-            "| {:.1f} to {:.1f}, {:.0f} and {:.1f} times; loses",
-        ),
+        ("bf16_master_wg", "| about {:.0f} to {:.0f}, {:.0f} and {:.1f} times; loses"),
     ):
         factors = [longer(name, folder) for folder in ("254m", "254m_checkpointing", "6.86b_checkpointing")]
-        assert text.format(*factors, accumulating) in WORDS
+        assert text.format(*factors, second_step_s(name) / second_step_s("baseline")) in WORDS
     hosts = [summary_of(f"6.86b_checkpointing/{name}") for name in ("baseline_offload", "bf16_master_wg")]
     gigabytes, times_s = ([summary[key] for summary in hosts] for key in ("host_peak_bytes", "avg_step_time"))
     said = "took {:.1f} and {:.1f} GB".format(*(size / 1024**3 for size in gigabytes))
@@ -322,7 +344,7 @@ def test_the_published_snapshot_of_a_run_out_of_memory_ends_where_its_log_says()
     assert log.endswith("exit status 1\n")
 
 
-def test_more_processes_than_gpus_are_refused_with_one_line_on_a_real_gpu():
+def test_the_published_refusals_of_more_processes_than_gpus_are_one_line_each():
     sweep, launcher = (PUBLISHED / "more_processes_than_gpus.txt").read_text().split("$ deepspeed")
     assert "run_all.sh: error: --num_gpus 2: this machine has 1\nexit status 2\n" in sweep
     assert launcher.count("train.py: error:") == 1 and launcher.endswith("exit status 2\n")
@@ -368,6 +390,50 @@ def test_the_allocator_reserves_beyond_the_peak_what_the_readme_says():
     assert said in WORDS
 
 
+def test_peak_and_allocated_memory_of_a_command_repeat_to_the_byte_as_the_readme_says():
+    """Runs that differ in seed and learning rate alone."""
+    assert "peak and allocated memory of a command repeat to the byte" in WORDS
+    for config in ("baseline", "bf16_full", *SR):
+        runs = parity_runs(config)
+        assert len({(run["peak_mem_bytes"], run["alloc_mem_bytes"]) for run in runs}) == 1
+        reserved = [run["reserved_mem_bytes"] for run in runs]
+        assert max(reserved) < 1.03 * min(reserved)
+
+
+def test_what_is_allocated_beyond_states_and_workspace_is_what_the_readme_says():
+    beyond = {"deepcompile": [], "others": []}
+    for log in PUBLISHED.glob("*/*.log"):
+        summary = summary_of(log.relative_to(PUBLISHED).with_suffix(""))
+        if summary and "model_state_bytes" in summary:
+            rest = summary["alloc_mem_bytes"] - summary["model_state_bytes"] - toolkit.WORKSPACE_BYTES
+            beyond["deepcompile" if "deepcompile" in summary["config"] else "others"].append(rest / 1024**3)
+    assert 0 < max(beyond["others"]) < 0.1 and f"{max(beyond['deepcompile']):.1f}" == "0.5"
+    assert "64 MiB of cuBLAS workspace and up to 0.1 GB more (with DeepCompile 0.5 GB)" in WORDS
+
+
+def test_the_readmes_figures_for_two_gpus_and_one_host_are_the_published_ones():
+    peaks = [summary_of(f"254m_two_gpus/{name}")["peak_mem_bytes"] / 1024**3 for name in ("baseline", "bf16_full")]
+    assert "peaks at [{:.2f} and {:.2f} GB a GPU]".format(*peaks) in WORDS
+    host = summary_of("6.86b_checkpointing/baseline_offload")["host_peak_bytes"] / 1024**3
+    assert f"`baseline_offload` took {host:.1f} of its 125 GB" in WORDS
+
+
+def test_the_worked_examples_are_those_of_the_tables():
+    example = WORDS.split("So on one GPU of 80 GB")[1].split("What one H200")[0]
+    row = re.search(r"^\| with \| ([\d.]+) GB, 2 GPUs \| ([\d.]+) GB, 1 \|", README, re.M)
+    baseline, rounded = (f"{float(peak):.0f} GB" for peak in row.groups())
+    assert f"[{rounded} expected]" in example and f"`baseline` {baseline}" in example
+    assert f"[{summary_of('growth/1.01b_baseline')['peak_mem_bytes'] / 1024**3:.0f} GB](#larger-models)" in example
+
+
+def test_the_readme_promises_the_accuracy_that_the_estimate_is_held_to():
+    """By test_the_estimate_holds_against_the_published_runs."""
+    said = (
+        "the states are right within 1 % (older logs do not split them) and the peak within 5 %, from 6.86B on within"
+    )
+    assert f"{said} 0.1 % (0.5 % with Adam on the CPU); a test holds it to that" in WORDS
+
+
 def test_bf16_masters_save_no_gpu_memory_that_offload_does_not():
     for folder in ("254m", "254m_checkpointing"):
         wg, offload = summary_of(f"{folder}/bf16_master_wg"), summary_of(f"{folder}/baseline_offload")
@@ -378,6 +444,13 @@ def test_bf16_masters_save_no_gpu_memory_that_offload_does_not():
 
 @pytest.mark.parametrize("config", ["baseline", "bf16_full", "bf16_full_sr", "bf16_full_sr_8bit"])
 def test_the_readmes_largest_models_are_those_of_the_published_runs(config, monkeypatch):
+    def found(name):
+        """Of the largest model that ran through, in billions of parameters."""
+        runs = [
+            summary_of(f"largest_model/{log.stem}") for log in (PUBLISHED / "largest_model").glob(f"{name}_[0-9]*.log")
+        ]
+        return f"{max(run['params'] for run in runs if run) / 1e9:.1f}"
+
     def fits(layers):
         device, _ = estimate(config, monkeypatch, *OPTIONS_OF_LARGEST.split(), "--num_layers", str(layers))
         return toolkit.expected_peak(device) + toolkit.CUDA_CONTEXT_BYTES <= 143_771 * 2**20
@@ -393,6 +466,7 @@ def test_the_readmes_largest_models_are_those_of_the_published_runs(config, monk
         assert f"| `{config}` | {expected} blocks | {layers} blocks, {billions:.1f}B parameters |" in README
         assert "reason=OOM" in (PUBLISHED / folder / f"{config}_{layers + 1}.log").read_text()
         assert predicted == expected  # the searches were by an estimate that said the same
+    assert f"grew from {found('baseline')} billion parameters to {found('bf16_full')} and {found(SR[1])}." in WORDS
 
 
 @pytest.mark.parametrize("size", ["0.25b", "1.01b", "3.09b", "6.86b"])
@@ -405,6 +479,14 @@ def test_the_readmes_growth_table_is_that_of_the_published_runs(size):
     (baseline, full) = cells.values()
     expected = f"| {size.upper()} | {baseline[1]}, {baseline[6]} | {full[1]}, {full[6]} | {full[2]} |"
     assert expected in README
+
+
+def test_published_runs_name_no_temporary_folder():
+    published = [path for path in (ROOT / "results").rglob("*") if path.suffix in (".log", ".txt", ".csv", ".gz")]
+    assert published
+    for path in published:
+        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        assert b"/tmp/" not in content, path
 
 
 def test_the_test_command_is_the_one_that_ci_runs():
