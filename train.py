@@ -208,41 +208,60 @@ def load_deepspeed_config(path):
     if not isinstance(config, dict):
         fail(f"{option}: expected a JSON object, found a {type(config).__name__}")
 
+    check_config(config, option)
+    return config
+
+
+def is_number(value):
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def check_config(config, option):
+    """End the program with one line at the first value that train.py or its estimate cannot work with."""
+
+    def expect(key, right, expected, auto=True):
+        """What stands at a dotted key is right, or "auto" where that is allowed, or nothing stands there."""
+        *sections, name = key.split(".")
+        value = functools.reduce(lambda section, name: section.get(name, {}), sections, config).get(name)
+        if not (value is None or (auto and value == "auto") or right(value)):
+            fail(f"{option}: {key} is {value!r}; expected {expected}" + (', or "auto"' if auto else ""))
+
+    def is_object(value):
+        return isinstance(value, dict)
+
+    def offload_device(value):
+        return is_object(value) and value.get("device", "none") in OFFLOAD_DEVICES
+
+    def two_betas(value):
+        ok = (
+            [beta == "auto" or (is_number(beta) and 0 <= beta < 1) for beta in value] if isinstance(value, list) else []
+        )
+        return ok == [True, True]
+
     for key in ("bf16", "fp16", "optimizer", "scheduler", "zero_optimization", "torch_autocast", "compile"):
-        if not isinstance(config.get(key, {}), dict):
-            fail(f"{option}: {key} is {config[key]!r}; expected an object")
-    for key in ("bf16", "fp16"):
-        if config.get(key, {}).get("enabled", "auto") not in (True, False, "auto"):
-            fail(f'{option}: {key}.enabled is {config[key]["enabled"]!r}; expected true, false or "auto"')
+        expect(key, is_object, "an object", auto=False)
+    for key in ("bf16.enabled", "fp16.enabled"):
+        expect(key, lambda value: value in (True, False), "true, false")
     for key in ("optimizer", "scheduler"):
-        if key in config and not isinstance(config[key].get("type"), str):
+        if not isinstance(config.get(key, {"type": ""}).get("type"), str):
             fail(f'{option}: {key} has no "type"; expected one such as "AdamW" or "WarmupLR"')
-        if key in config and not isinstance(config[key].setdefault("params", {}), dict):
-            fail(f"{option}: {key}.params is {config[key]['params']!r}; expected an object")
+        expect(f"{key}.params", is_object, "an object", auto=False)
     for key in BATCH_KEYS:
-        if config.get(key, "auto") != "auto" and (type(config[key]) is not int or config[key] < 1):
-            fail(f'{option}: {key} is {config[key]!r}; expected a whole number of at least 1, or "auto"')
-    zero = config.get("zero_optimization", {})
-    if zero.get("stage", 0) not in (0, 1, 2, 3):
-        fail(f"{option}: zero_optimization.stage is {zero['stage']!r}; expected 0, 1, 2 or 3")
+        expect(key, lambda value: type(value) is int and value >= 1, "a whole number of at least 1")
+    expect("zero_optimization.stage", lambda value: value in (0, 1, 2, 3), "0, 1, 2 or 3", auto=False)
     for key, least in ELEMENT_KEYS.items():
-        size = zero.get(key, least)
-        if size != "auto" and (type(size) not in (int, float) or not least <= size < 2**63):
-            fail(f"{option}: zero_optimization.{key} is {size!r}; expected a number of elements of at least {least}")
-    for key in ("offload_optimizer", "offload_param"):
-        if not isinstance(zero.get(key, {}), dict) or zero.get(key, {}).get("device", "none") not in OFFLOAD_DEVICES:
-            fail(f'{option}: zero_optimization.{key} is {zero[key]!r}; expected an object with "device": "cpu"')
-    params = config.get("optimizer", {}).get("params", {})
-    numbers = [("optimizer.params.lr", params), ("optimizer.params.eps", params), ("gradient_clipping", config)]
-    for key, section in [*numbers, ("optimizer.params.weight_decay", params)]:
-        value = section.get(key.split(".")[-1], "auto")
-        if value != "auto" and (type(value) not in (int, float) or not 0 <= value < math.inf):
-            fail(f'{option}: {key} is {value!r}; expected a finite number, or "auto"')
-    betas = params.get("betas", "auto")
-    if betas != "auto" and not (isinstance(betas, list) and len(betas) == 2):
-        fail(f'{option}: optimizer.params.betas is {betas!r}; expected two numbers below 1, or "auto"')
-    bf16 = config.get("bf16", {})
-    for key in (*bf16, *params):
+        expected = f"a number of elements of at least {least}"
+        expect(
+            f"zero_optimization.{key}", lambda value, least=least: is_number(value) and least <= value < 2**63, expected
+        )
+    for key in ("zero_optimization.offload_optimizer", "zero_optimization.offload_param"):
+        expect(key, offload_device, 'an object with "device": "cpu"', auto=False)
+    for key in ("gradient_clipping", *(f"optimizer.params.{name}" for name in ("lr", "eps", "weight_decay"))):
+        expect(key, lambda value: is_number(value) and value >= 0, "a finite number")
+    expect("optimizer.params.betas", two_betas, "a list of two numbers from 0 to below 1")
+
+    zero, bf16, optimizer = (config.get(key, {}) for key in ("zero_optimization", "bf16", "optimizer"))
+    for key in (*bf16, *optimizer.get("params", {})):
         if key.startswith("bf16_") and key not in BF16_OPTIONS:
             fail(f"{option}: {key} is unknown; the options of that kind are {', '.join(BF16_OPTIONS)}")
     masters, states = (bf16.get(key) for key in BF16_OPTIONS[:2])
@@ -251,21 +270,16 @@ def load_deepspeed_config(path):
     if masters and not zero.get("stage"):
         fail(f"{option}: bf16_master_weights_and_grads requires ZeRO; set zero_optimization.stage to 1, 2 or 3")
     if wants_torchao(config):
-        if config["optimizer"]["type"] not in ("AdamW", "AdamW8bit"):
+        if optimizer["type"] not in ("AdamW", "AdamW8bit"):
             fail(f"{option}: bf16_stochastic_round is torchao's option for AdamW and AdamW8bit; change optimizer.type")
         if not masters:
-            fail(
-                f"{option}: {config['optimizer']['type']} with bf16_stochastic_round rounds BF16 master weights; "
-                "set bf16.bf16_master_weights_and_grads to true"
-            )
+            rounds = f"{optimizer['type']} with bf16_stochastic_round rounds BF16 master weights"
+            fail(f"{option}: {rounds}; set bf16.bf16_master_weights_and_grads to true")
         if not importlib.util.find_spec("torchao"):
             fail(f"{option}: its optimizer comes from torchao, which is not installed; pip install torchao")
     if masters and not states and not offloads(config, "optimizer"):
-        fail(
-            f"{option}: bf16_master_weights_and_grads requires bf16_optimizer_states too, or offload_optimizer on the "
-            "CPU; set either"
-        )
-    return config
+        needs = "bf16_master_weights_and_grads requires bf16_optimizer_states too, or offload_optimizer on the CPU"
+        fail(f"{option}: {needs}; set either")
 
 
 def wants_torchao(config):
@@ -1443,7 +1457,8 @@ def run(args, config, notices, rank, world_size, progress):
     say(*(f"Notice: {notice}" for notice in notices))
     if on_cpu:
         say("Notice: no accelerator; memory is the process's resident memory, less what it used before the model")
-        say("Notice: run_all.sh has sizes for a CPU, on which the default size takes about a minute a step")
+        if sum(parameter_sizes(model_sizes(args))[0]) > 10**8:
+            say("Notice: a model of this size takes about a minute a step on a CPU; run_all.sh has a size for it")
     columns = {"loss_log_file": 2, "memory_log_file": len(MEMORY_LOG_COLUMNS)} if rank == 0 else {}
     for option in (*columns, "memory_snapshot"):
         if path := getattr(args, option):

@@ -435,7 +435,11 @@ def test_comments_in_the_configuration_are_read_as_deepspeed_does(tmp_path):
         ('{"bf16": {"enabled": "false"}}', "bf16.enabled is 'false'"),
         ('{"zero_optimization": {"offload_optimizer": {"device": "gpu"}}}', 'with "device": "cpu"'),
         ('{"optimizer": {"type": "AdamW8bit"}}', "bf16_master_weights_and_grads"),
-        ('{"optimizer": {"type": "AdamW", "params": {"betas": [0.9]}}}', "betas is [0.9]; expected two numbers"),
+        (
+            '{"optimizer": {"type": "AdamW", "params": {"betas": [0.9]}}}',
+            "betas is [0.9]; expected a list of two numbers",
+        ),
+        ('{"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 1]}}}', "betas is [0.9, 1]"),
         ('{"optimizer": {"type": "AdamW", "params": {"eps": -1}}}', "eps is -1"),
         ('{"gradient_clipping": "x"}', "gradient_clipping is 'x'"),
         ('{"bf16": {"bf16_optimizer_state": true}}', "bf16_optimizer_state is unknown"),
