@@ -106,10 +106,6 @@ fi
 # A wrong option ends the sweep here, with train.py's own line, and not each configuration after its start.
 PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}" python3 -c "import train; train.get_args()" \
   --deepspeed_config "${configs[0]}" "${preset[@]}" "${options[@]}" || exit 2
-if [ "$accelerator" = cpu ]; then
-  echo "No GPU found: running on the CPU, with this preset where you give no other value: ${preset[*]}"
-  echo "DeepSpeed's operators, where they are not there yet, compile in silence, for a minute or two each."
-fi
 
 if [ -z "$log_dir" ]; then # a folder of its own, also beside a sweep that started in the same second
   mkdir -p "$here/logs" 2>/dev/null || die "$here/logs cannot be made; give --log_dir"
@@ -118,6 +114,10 @@ if [ -z "$log_dir" ]; then # a folder of its own, also beside a sweep that start
   for i in $(seq 2 99); do mkdir "$log_dir" 2>/dev/null && break || log_dir=${first}_$i; done
 fi
 mkdir -p "$log_dir" 2>/dev/null && [ -w "$log_dir" ] || die "--log_dir $log_dir cannot be written"
+if [ "$accelerator" = cpu ]; then
+  echo "No GPU found: running on the CPU, with this preset where you give no other value: ${preset[*]}"
+  echo "DeepSpeed's operators, where they are not there yet, compile in silence, for a minute or two each."
+fi
 
 set -m # each run is a process group of its own, so that one signal reaches all its processes
 job=""
