@@ -46,6 +46,7 @@ LIKE_FOR_LIKE_KEYS = (
 
 LOW_UPDATE_RATIO = 0.9  # below it the report warns
 HIGH_ADAM_RATIO = 1.1  # and above it
+FEW_STEPS = 500
 
 FAILURE = re.compile(rb"FAILED: config=\S+ reason=(\w+)((?: \w+=\S+)*)")  # how a run says why it ended
 TAIL_BYTES = 1024**2  # where in a log it stands
@@ -313,7 +314,7 @@ def notes(results):
     good = list(summaries_of(results).values())
     lines = [
         "Memory is of the highest rank; 1 GB = 1024**3 bytes. Step time is the mean after the warm-up.",
-        "No two runs stepped in turn: on a shared machine small differences in step time mean nothing.",
+        "Step times are of separate runs: on a shared machine small differences mean nothing.",
     ]
     if any(map(on_device, good)):
         lines.append("Bytes/parameter are over all ranks.")
@@ -328,9 +329,9 @@ def notes(results):
         lines.append(
             "Update ratio: the part of AdamW's intended update that reached the master weights; 1 is all of it."
         )
-        lines.append(
-            "Where it is below 1 it goes on falling for hundreds of steps, on text further than on random tokens."
-        )
+        short = [s for s in good if has_number(s, "num_steps") and s["num_steps"] < FEW_STEPS]
+        if any(has_number(s, "update_ratio") and s["update_ratio"] < 0.998 for s in short):
+            lines.append(f"Below 1, and from fewer than {FEW_STEPS} steps, it may still fall by far.")
     if any(has_number(summary, "adam_ratio") for summary in good):
         lines.append(
             "Adam ratio: the part of the update of AdamW with FP32 moments that reached the weights, last 10% of steps."
@@ -341,7 +342,7 @@ def notes(results):
         )
         if update_ratio < LOW_UPDATE_RATIO:
             lost = f"{row_name(log, results)}: {1 - update_ratio:.0%} of the update is lost to rounding"
-            instead = "baseline_offload" if "bf16_master_wg" in summary["config"] else "bf16_full_sr"
+            instead = "baseline_offload" if stem_of(summary) == "bf16_master_wg" else "bf16_full_sr"
             lines.append(f"WARNING: {lost}; compare its loss with the baseline's, or take {instead}.")
         if adam_ratio > HIGH_ADAM_RATIO or adam_ratio < LOW_UPDATE_RATIO <= update_ratio:
             part = f"its last updates were {adam_ratio:.2f} of the update of AdamW with FP32 moments"
@@ -364,10 +365,11 @@ def notes(results):
             if key in summary and key in baseline and summary[key] != baseline[key]:
                 difference = f"{key} is {summary[key]}, the baseline's {baseline[key]}"
                 lines.append(f"WARNING: {row_name(log, results)} is not like for like: {difference}.")
-        unknown = [key for key in LIKE_FOR_LIKE_KEYS if baseline and (key in summary) != (key in baseline)]
-        if unknown:
-            one = f"WARNING: of {row_name(log, results)} and the baseline only one log says {', '.join(unknown)}"
-            lines.append(f"{one}; make sure that they agree.")
+        for silent, other in ((summary, baseline), (baseline, summary)) if baseline else ():
+            if unsaid := [key for key in LIKE_FOR_LIKE_KEYS if key in other and key not in silent]:
+                whose = ("its log", "the baseline's") if silent is summary else ("the baseline's log", "its own")
+                does = f"{whose[0]} does not say {', '.join(unsaid)}, {whose[1]} does"
+                lines.append(f"WARNING: {row_name(log, results)}: {does}; see whether they agree.")
     return lines
 
 
@@ -449,10 +451,15 @@ def plot_losses(curves, results, path, folder):
     figure.savefig(path)
 
 
+def stem_of(summary):
+    """The name of its configuration's file, without folders and .json."""
+    return re.split(r"[/\\]", summary["config"])[-1].removesuffix(".json")
+
+
 def short_name(log, results, with_log=True):
     """The stem of the configuration's file, with the log's name where several logs ran it."""
     summaries = summaries_of(results)
-    stems = {name: re.split(r"[/\\]", s["config"])[-1].removesuffix(".json") for name, s in summaries.items()}
+    stems = {name: stem_of(summary) for name, summary in summaries.items()}
     stem = stems.get(log, Path(log).stem).replace("$", r"\$")  # no formula
     return f"{stem}\n[{log}]" if with_log and list(stems.values()).count(stem) > 1 else stem
 
@@ -552,7 +559,8 @@ def main():
     if not log_dir.is_dir():
         return failed(f"--log_dir {log_dir} is not a folder; give the one that run_all.sh wrote")
     output = Path(args.output) if args.output else log_dir / "summary.txt"
-    if output.suffix == ".log" and os.path.realpath(output.parent) == os.path.realpath(log_dir):
+    real = os.path.realpath(output)
+    if real.endswith(".log") and os.path.dirname(real) == os.path.realpath(log_dir):
         return failed(f"--output {output}: there it would be read as a run; give another name, such as summary.txt")
     written, doing, failure = [], None, None
     try:

@@ -65,7 +65,7 @@ ELEMENT_KEYS = {  # of zero_optimization, with the least that makes sense
     "stage3_param_persistence_threshold": 0,
 }
 OFFLOAD_DEVICES = ("none", "cpu", "nvme")
-BF16_OPTIONS = ("bf16_master_weights_and_grads", "bf16_optimizer_states", "bf16_stochastic_round")
+BF16_SWITCHES = ("bf16_master_weights_and_grads", "bf16_optimizer_states")
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 DEEPCOMPILE_WARMUP_STEPS = 10  # DeepCompile compiles in step 0 and, with what it has then profiled, in step 5
@@ -84,7 +84,10 @@ PEAK_TFLOPS = {
 
 
 def fail(message, status=2, every_rank=False):
-    """End the program with one line on stderr, of local rank 0 or every rank; status 2 is a user's mistake."""
+    """End the program with one line on stderr, of local rank 0 alone or of this rank whichever it is (every_rank).
+
+    Status 2 is a user's mistake.
+    """
     if every_rank or int(os.environ.get("LOCAL_RANK", 0)) == 0:
         print(f"train.py: error: {message}", file=sys.stderr, flush=True)
     else:
@@ -213,7 +216,7 @@ def load_deepspeed_config(path):
 
 
 def is_number(value):
-    return type(value) in (int, float) and math.isfinite(value)
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
 def check_config(config, option):
@@ -242,6 +245,8 @@ def check_config(config, option):
         expect(key, is_object, "an object", auto=False)
     for key in ("bf16.enabled", "fp16.enabled"):
         expect(key, lambda value: value in (True, False), "true, false")
+    for key in BF16_SWITCHES:
+        expect(f"bf16.{key}", lambda value: value in (True, False), "true or false", auto=False)
     for key in ("optimizer", "scheduler"):
         if not isinstance(config.get(key, {"type": ""}).get("type"), str):
             fail(f'{option}: {key} has no "type"; expected one such as "AdamW" or "WarmupLR"')
@@ -256,15 +261,22 @@ def check_config(config, option):
         )
     for key in ("zero_optimization.offload_optimizer", "zero_optimization.offload_param"):
         expect(key, offload_device, 'an object with "device": "cpu"', auto=False)
-    for key in ("gradient_clipping", *(f"optimizer.params.{name}" for name in ("lr", "eps", "weight_decay"))):
-        expect(key, lambda value: is_number(value) and value >= 0, "a finite number")
-    expect("optimizer.params.betas", two_betas, "a list of two numbers from 0 to below 1")
+    expect("gradient_clipping", lambda value: is_number(value) or value in (True, False), "a finite number")
+    expect("optimizer.params.lr", lambda value: is_number(value) and value >= 0, "a finite number of at least 0")
+    if "Adam" in config.get("optimizer", {}).get("type", ""):
+        expect("optimizer.params.eps", lambda value: is_number(value) and value >= 0, "a finite number of at least 0")
+        expect("optimizer.params.betas", two_betas, "a list of two numbers from 0 to below 1")
 
     zero, bf16, optimizer = (config.get(key, {}) for key in ("zero_optimization", "bf16", "optimizer"))
-    for key in (*bf16, *optimizer.get("params", {})):
-        if key.startswith("bf16_") and key not in BF16_OPTIONS:
-            fail(f"{option}: {key} is unknown; the options of that kind are {', '.join(BF16_OPTIONS)}")
-    masters, states = (bf16.get(key) for key in BF16_OPTIONS[:2])
+    options = (
+        ("bf16", bf16, BF16_SWITCHES),
+        ("optimizer.params", optimizer.get("params", {}), ("bf16_stochastic_round",)),
+    )
+    for where, section, known in options:
+        for key in section:
+            if key.startswith("bf16_") and key not in known:
+                fail(f"{option}: {where}.{key} is unknown; expected {' or '.join(known)}")
+    masters, states = (bf16.get(key) for key in BF16_SWITCHES)
     if states and not masters:
         fail(f"{option}: bf16_optimizer_states requires bf16_master_weights_and_grads; set both to true")
     if masters and not zero.get("stage"):
@@ -329,6 +341,8 @@ def complete_config(config, args, world_size):
         config["optimizer"] = {"type": "AdamW", "params": {"lr": "auto"}}
         notices.append("optimizer: the configuration has none, AdamW is used")
     optimizer_params = config["optimizer"].setdefault("params", {})
+    if "scheduler" in config:
+        config["scheduler"].setdefault("params", {})  # DeepSpeed would hand on a None
     if args.learning_rate is not None:
         optimizer_params["lr"] = args.learning_rate
         schedule = config.get("scheduler", {}).get("params", {})
@@ -1102,6 +1116,7 @@ def check_device(args, config):
             fail("--memory_snapshot needs a GPU: it records PyTorch's GPU allocator; leave it out")
         return
     local_rank = os.environ.get("LOCAL_RANK") or os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK") or max(args.local_rank, 0)
+    os.environ.setdefault("LOCAL_RANK", str(local_rank))
     found = accelerator.device_count()
     if int(local_rank) >= found:  # the first of them says it
         message = f"process {local_rank} of this node has no GPU: there are {found}; lower --num_gpus"
@@ -1457,8 +1472,8 @@ def run(args, config, notices, rank, world_size, progress):
     say(*(f"Notice: {notice}" for notice in notices))
     if on_cpu:
         say("Notice: no accelerator; memory is the process's resident memory, less what it used before the model")
-        if sum(parameter_sizes(model_sizes(args))[0]) > 10**8:
-            say("Notice: a model of this size takes about a minute a step on a CPU; run_all.sh has a size for it")
+        if sum(parameter_sizes(model_sizes(args))[0]) * args.batch_size * args.seq_length > 2 * 10**11:
+            say("Notice: steps of this size take a minute or more on a CPU; run_all.sh has a size for it")
     columns = {"loss_log_file": 2, "memory_log_file": len(MEMORY_LOG_COLUMNS)} if rank == 0 else {}
     for option in (*columns, "memory_snapshot"):
         if path := getattr(args, option):

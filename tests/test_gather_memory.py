@@ -269,9 +269,24 @@ def test_what_only_one_of_two_logs_says_is_named(tmp_path, monkeypatch, capsys):
         tmp_path, baseline=f"{BASELINE} num_steps=20 data=a", bf16_full=FULL, other=f"{FULL} num_steps=20 data=a"
     )
     _, report, _ = gather(tmp_path, monkeypatch, capsys)
-    said = [line for line in report.splitlines() if "only one log says" in line]
-    assert len(said) == 1 and said[0].startswith(f"WARNING: of {get_config_name('bf16_full')}")
-    assert "says num_steps, data; make sure that they agree." in said[0]
+    name = f"{get_config_name('bf16_full')} [bf16_full.log]"
+    assert [line for line in report.splitlines() if "does not say" in line] == [
+        f"WARNING: {name}: its log does not say num_steps, data, the baseline's does; see whether they agree."
+    ]
+    write_logs(tmp_path, baseline=BASELINE, bf16_full=f"{FULL} data=a", other=FULL)
+    _, report, _ = gather(tmp_path, monkeypatch, capsys)
+    assert f"{name}: the baseline's log does not say data, its own does;" in report
+
+
+def test_an_update_ratio_of_a_short_run_is_no_all_clear(tmp_path, monkeypatch, capsys):
+    said = "Below 1, and from fewer than 500 steps, it may still fall by far."
+    for fields, warned in (
+        ("0.995 num_steps=499", True),
+        ("0.995 num_steps=500", False),
+        ("1.001 num_steps=20", False),
+    ):
+        write_logs(tmp_path, baseline=BASELINE, bf16_full=f"{FULL} update_ratio={fields}")
+        assert (said in gather(tmp_path, monkeypatch, capsys)[1]) == warned
 
 
 def test_without_a_baseline_log_each_row_is_compared_with_the_baseline_of_its_size(tmp_path, monkeypatch, capsys):
@@ -300,6 +315,8 @@ def test_lost_updates_are_shown_and_warned_of(tmp_path, monkeypatch, capsys):
     assert len(warnings) == 1 and "76% of the update is lost" in warnings[0] and "take bf16_full_sr." in warnings[0]
     write_logs(tmp_path, bf16_full=FULL.replace("bf16_full", "bf16_master_wg") + lost)
     assert "or take baseline_offload." in gather(tmp_path, monkeypatch, capsys)[1]
+    write_logs(tmp_path, bf16_full=FULL.replace("configs/", "bf16_master_wg/") + lost)
+    assert "or take bf16_full_sr." in gather(tmp_path, monkeypatch, capsys)[1]
 
 
 @pytest.mark.parametrize(
@@ -392,6 +409,10 @@ def test_an_output_that_would_be_read_as_a_run_is_refused(tmp_path, monkeypatch,
     code, out, error = gather(tmp_path, monkeypatch, capsys, "--output", tmp_path / "baseline.log")
     assert (code, out) == (1, "") and error.count("\n") == 1 and "would be read as a run" in error
     assert (tmp_path / "baseline.log").read_text() == BASELINE
+    (tmp_path / "link").symlink_to("baseline.log")
+    assert gather(tmp_path, monkeypatch, capsys, "--output", tmp_path / "link")[0] == 1
+    assert (tmp_path / "baseline.log").read_text() == BASELINE
+    assert gather(tmp_path, monkeypatch, capsys, "--output", tmp_path / "elsewhere" / "report.log")[0] == 0
 
 
 @pytest.mark.parametrize(
