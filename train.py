@@ -78,9 +78,22 @@ EXACT_PART = 1 / 8  # of as many, whose moments are kept in fp32, for the adam r
 
 # Dense BF16 peak in TFLOP/s, from the vendors' data sheets, by a part of the device's name; the first found counts.
 PEAK_TFLOPS = {
-    **{"H100 PCIe": 756, "H100 NVL": 835, "H200 NVL": 835, "GB200": 2500},
-    **{"H200": 989, "H100": 989, "A100": 312, "B200": 2250, "L40S": 362, "MI300X": 1307},
+    "H100 PCIe": 756,
+    "H100 NVL": 835,
+    "H200 NVL": 835,
+    "GB200": 2500,
+    "H100": 989,
+    "H200": 989,
+    "A100": 312,
+    "B200": 2250,
+    "L40S": 362,
+    "MI300X": 1307,
 }
+
+
+def local_rank():
+    """This process's number on its node, as the launcher or MPI gives it; 0 without either."""
+    return int(os.environ.get("LOCAL_RANK") or os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK") or 0)
 
 
 def fail(message, status=2, every_rank=False):
@@ -88,7 +101,7 @@ def fail(message, status=2, every_rank=False):
 
     Status 2 is a user's mistake.
     """
-    if every_rank or int(os.environ.get("LOCAL_RANK", 0)) == 0:
+    if every_rank or local_rank() == 0:
         print(f"train.py: error: {message}", file=sys.stderr, flush=True)
     else:
         time.sleep(3)  # the launcher kills all ranks when one ends: let local rank 0 say why first
@@ -281,6 +294,9 @@ def check_config(config, option):
         fail(f"{option}: bf16_optimizer_states requires bf16_master_weights_and_grads; set both to true")
     if masters and not zero.get("stage"):
         fail(f"{option}: bf16_master_weights_and_grads requires ZeRO; set zero_optimization.stage to 1, 2 or 3")
+    if masters and not states and not offloads(config, "optimizer"):
+        needs = "bf16_master_weights_and_grads requires bf16_optimizer_states too, or offload_optimizer on the CPU"
+        fail(f"{option}: {needs}; set either")
     if wants_torchao(config):
         if optimizer["type"] not in ("AdamW", "AdamW8bit"):
             fail(f"{option}: bf16_stochastic_round is torchao's option for AdamW and AdamW8bit; change optimizer.type")
@@ -289,9 +305,6 @@ def check_config(config, option):
             fail(f"{option}: {rounds}; set bf16.bf16_master_weights_and_grads to true")
         if not importlib.util.find_spec("torchao"):
             fail(f"{option}: its optimizer comes from torchao, which is not installed; pip install torchao")
-    if masters and not states and not offloads(config, "optimizer"):
-        needs = "bf16_master_weights_and_grads requires bf16_optimizer_states too, or offload_optimizer on the CPU"
-        fail(f"{option}: {needs}; set either")
 
 
 def wants_torchao(config):
@@ -684,7 +697,7 @@ def load_wikitext_data(
         ValueError: data or tokenizer cannot be loaded, or the text is too short for one batch on each rank.
     """
     several = dist.is_initialized()
-    first_on_node = int(os.environ.get("LOCAL_RANK", 0)) == 0
+    first_on_node = local_rank() == 0
     if several and not first_on_node:
         dist.barrier()  # the node's first process fills the cache that the others read
     try:
@@ -1115,12 +1128,9 @@ def check_device(args, config):
         if args.memory_snapshot:
             fail("--memory_snapshot needs a GPU: it records PyTorch's GPU allocator; leave it out")
         return
-    local_rank = os.environ.get("LOCAL_RANK") or os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK") or max(args.local_rank, 0)
-    os.environ.setdefault("LOCAL_RANK", str(local_rank))
-    found = accelerator.device_count()
-    if int(local_rank) >= found:  # the first of them says it
-        message = f"process {local_rank} of this node has no GPU: there are {found}; lower --num_gpus"
-        fail(message, every_rank=int(local_rank) == found)
+    rank, found = local_rank(), accelerator.device_count()
+    if rank >= found:  # the first of them says it
+        fail(f"process {rank} of this node has no GPU: there are {found}; lower --num_gpus", every_rank=rank == found)
     on_cuda = torch.cuda.is_available()  # PyTorch also counts older GPUs, on which it emulates BF16
     native = torch.cuda.is_bf16_supported(including_emulation=False) if on_cuda else accelerator.is_bf16_supported()
     if config.get("bf16", {}).get("enabled") and not native:
@@ -1136,9 +1146,8 @@ def start_distributed(args):
     # PyTorch would warn at each step that DeepSpeed calls collectives by their old names.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     deepspeed.init_distributed(verbose=False)  # under MPI this sets LOCAL_RANK
-    local_rank = int(os.environ.setdefault("LOCAL_RANK", str(max(args.local_rank, 0))))
     if get_accelerator().device_name() != "cpu":
-        get_accelerator().set_device(local_rank)
+        get_accelerator().set_device(local_rank())
     else:
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, os.cpu_count() // int(os.environ.get("LOCAL_SIZE", 1))))
@@ -1435,8 +1444,10 @@ def main():
     if args.estimate:
         report_estimate(args, complete_config(config, args, args.world_size or 1)[0])
         return None
+    # Older launchers give the option alone.
+    os.environ.setdefault("LOCAL_RANK", str(max(args.local_rank, local_rank())))
     config, notices = complete_config(config, args, int(os.environ.get("WORLD_SIZE") or mpi_world_size()))
-    for lock in operator_locks() if int(os.environ.get("LOCAL_RANK", 0)) == 0 else ():
+    for lock in operator_locks() if local_rank() == 0 else ():
         print(f"Notice: {lock} exists: what needs it waits till it is compiled; if nothing does, remove it", flush=True)
     check_device(args, config)
     rank, world_size = start_distributed(args)

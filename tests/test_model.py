@@ -356,6 +356,7 @@ def test_each_rank_has_a_snapshot_of_its_own(monkeypatch):
         "sys.argv", ["train.py", "--deepspeed_config", "configs/baseline.json", "--memory_snapshot", "a/s.p"]
     )
     monkeypatch.setattr(train, "check_device", lambda *_: None)
+    monkeypatch.setenv("LOCAL_RANK", "0")  # which main() would leave behind
     monkeypatch.setattr(train, "run", lambda args, *_: args.memory_snapshot)
     paths = []
     for rank, world_size in ((0, 1), (0, 2), (1, 2)):
