@@ -46,7 +46,8 @@ LIKE_FOR_LIKE_KEYS = (
 
 LOW_UPDATE_RATIO = 0.9  # below it the report warns
 HIGH_ADAM_RATIO = 1.1  # and above it
-FEW_STEPS = 500
+FEW_STEPS = 500  # from fewer an update ratio below FALLING_RATIO is no all-clear
+FALLING_RATIO = 0.998  # stochastic rounding scatters no further below 1
 
 FAILURE = re.compile(rb"FAILED: config=\S+ reason=(\w+)((?: \w+=\S+)*)")  # how a run says why it ended
 TAIL_BYTES = 1024**2  # where in a log it stands
@@ -168,9 +169,14 @@ def format_bytes_mb(bytes_val):
 
 def get_config_name(config_path):
     """Extract clean config name from path: a description of the known configurations, else the file's stem."""
-    name = re.split(r"[/\\]", str(config_path).strip())[-1]
-    stem = name[: -len(".json")] if name.lower().endswith(".json") else name
+    stem = stem_of(config_path)
     return CONFIG_NAMES.get(stem, stem or str(config_path))
+
+
+def stem_of(config_path):
+    """The name of a configuration's file, without folders and .json."""
+    name = re.split(r"[/\\]", str(config_path).strip())[-1]
+    return name[: -len(".json")] if name.lower().endswith(".json") else name
 
 
 def format_reduction(value, baseline):
@@ -330,7 +336,7 @@ def notes(results):
             "Update ratio: the part of AdamW's intended update that reached the master weights; 1 is all of it."
         )
         short = [s for s in good if has_number(s, "num_steps") and s["num_steps"] < FEW_STEPS]
-        if any(has_number(s, "update_ratio") and s["update_ratio"] < 0.998 for s in short):
+        if any(has_number(s, "update_ratio") and s["update_ratio"] < FALLING_RATIO for s in short):
             lines.append(f"Below 1, and from fewer than {FEW_STEPS} steps, it may still fall by far.")
     if any(has_number(summary, "adam_ratio") for summary in good):
         lines.append(
@@ -342,7 +348,7 @@ def notes(results):
         )
         if update_ratio < LOW_UPDATE_RATIO:
             lost = f"{row_name(log, results)}: {1 - update_ratio:.0%} of the update is lost to rounding"
-            instead = "baseline_offload" if stem_of(summary) == "bf16_master_wg" else "bf16_full_sr"
+            instead = "baseline_offload" if stem_of(summary["config"]) == "bf16_master_wg" else "bf16_full_sr"
             lines.append(f"WARNING: {lost}; compare its loss with the baseline's, or take {instead}.")
         if adam_ratio > HIGH_ADAM_RATIO or adam_ratio < LOW_UPDATE_RATIO <= update_ratio:
             part = f"its last updates were {adam_ratio:.2f} of the update of AdamW with FP32 moments"
@@ -360,17 +366,21 @@ def notes(results):
     elif alone:
         lines.append(f"There is no baseline of the same size for {'; '.join(alone)}, so no reductions.")
     for log, summary in summaries_of(results).items():
-        baseline = baseline_of(summary, results)
-        for key in LIKE_FOR_LIKE_KEYS if baseline else ():
-            if key in summary and key in baseline and summary[key] != baseline[key]:
-                difference = f"{key} is {summary[key]}, the baseline's {baseline[key]}"
-                lines.append(f"WARNING: {row_name(log, results)} is not like for like: {difference}.")
-        for silent, other in ((summary, baseline), (baseline, summary)) if baseline else ():
-            if unsaid := [key for key in LIKE_FOR_LIKE_KEYS if key in other and key not in silent]:
-                whose = ("its log", "the baseline's") if silent is summary else ("the baseline's log", "its own")
-                does = f"{whose[0]} does not say {', '.join(unsaid)}, {whose[1]} does"
-                lines.append(f"WARNING: {row_name(log, results)}: {does}; see whether they agree.")
+        if baseline := baseline_of(summary, results):
+            lines += [f"WARNING: {row_name(log, results)}{unlike}." for unlike in differences(summary, baseline)]
     return lines
+
+
+def differences(summary, baseline):
+    """Why a row is not, or may not be, like its baseline: each the rest of a sentence that begins with its name."""
+    both = [key for key in LIKE_FOR_LIKE_KEYS if key in summary and key in baseline]
+    for key in both:
+        if summary[key] != baseline[key]:
+            yield f" is not like for like: {key} is {summary[key]}, the baseline's {baseline[key]}"
+    sides = ((summary, "the baseline's log", "its own"), (baseline, "its log", "the baseline's"))
+    for said, silent, other in sides:
+        if unsaid := [key for key in LIKE_FOR_LIKE_KEYS if key in said and key not in both]:
+            yield f": {silent} does not say {', '.join(unsaid)}, {other} does; see whether they agree"
 
 
 def build_report(results, log_dir):
@@ -451,15 +461,10 @@ def plot_losses(curves, results, path, folder):
     figure.savefig(path)
 
 
-def stem_of(summary):
-    """The name of its configuration's file, without folders and .json."""
-    return re.split(r"[/\\]", summary["config"])[-1].removesuffix(".json")
-
-
 def short_name(log, results, with_log=True):
     """The stem of the configuration's file, with the log's name where several logs ran it."""
     summaries = summaries_of(results)
-    stems = {name: stem_of(summary) for name, summary in summaries.items()}
+    stems = {name: stem_of(summary["config"]) for name, summary in summaries.items()}
     stem = stems.get(log, Path(log).stem).replace("$", r"\$")  # no formula
     return f"{stem}\n[{log}]" if with_log and list(stems.values()).count(stem) > 1 else stem
 
@@ -562,31 +567,33 @@ def main():
     real = os.path.realpath(output)
     if real.endswith(".log") and os.path.dirname(real) == os.path.realpath(log_dir):
         return failed(f"--output {output}: there it would be read as a run; give another name, such as summary.txt")
-    written, doing, failure = [], None, None
     try:
         results = read_logs(log_dir)
-        if not summaries_of(results):
-            without = f"none of {', '.join(results)} has a whole SUMMARY line; their ends say why"
-            return failed(f"no results in {log_dir}: {without if results else 'no *.log file; run train.py first'}")
-        report = build_report(results, log_dir)
-        doing = output
-        write_whole(output, report)
-        written.append(output)
-        doing = "stdout"
-        print_report(report)
-        if args.plot:
-            doing = log_dir / "memory.png"
-            plot_memory(results, doing)
-            written.append(doing)
-            doing = log_dir / "loss.png"
-            if curves := read_curves(log_dir, results):
-                plot_losses(curves, results, doing, log_dir.resolve().name.replace("$", r"\$"))
-                written.append(doing)
-    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links, before Python 3.13
-        where = doing or getattr(error, "filename", None) or log_dir
-        failure = f"{where}: {getattr(error, 'strerror', None) or error}"
-    if written:
-        print(f"Written: {', '.join(map(str, written))}", file=sys.stderr)
+        curves = read_curves(log_dir, results) if args.plot else {}
+    except OSError as error:
+        return failed(f"{error.filename or log_dir}: {error.strerror or error}")
+    if not summaries_of(results):
+        without = f"none of {', '.join(results)} has a whole SUMMARY line; their ends say why"
+        return failed(f"no results in {log_dir}: {without if results else 'no *.log file; run train.py first'}")
+
+    report = build_report(results, log_dir)
+    writes = [(output, lambda: write_whole(output, report)), ("stdout", lambda: print_report(report))]
+    memory_png, loss_png = log_dir / "memory.png", log_dir / "loss.png"
+    if args.plot:
+        writes.append((memory_png, lambda: plot_memory(results, memory_png)))
+    if curves:
+        title = log_dir.resolve().name.replace("$", r"\$")
+        writes.append((loss_png, lambda: plot_losses(curves, results, loss_png, title)))
+    written, failure = [], None
+    for target, write in writes:
+        try:
+            write()
+        except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links, before Python 3.13
+            failure = f"{target}: {getattr(error, 'strerror', None) or error}"
+            break
+        written.append(target)
+    if files := [str(target) for target in written if target != "stdout"]:
+        print(f"Written: {', '.join(files)}", file=sys.stderr)
     return failed(failure) if failure else 0
 
 
